@@ -1,0 +1,74 @@
+# Everything runs in .venv, which `make setup` builds and every other target sets up by itself.
+#
+# PYTHON    the interpreter to build .venv with             make setup PYTHON=python3.12
+# TORCH     another torch than the pinned one; remembered   make setup TORCH=torch==2.9.1
+#           until `make clean`
+# PIP_ARGS  more arguments for pip                          make setup PIP_ARGS="--find-links wheels"
+# ARGS      more arguments for the command of a target      make test ARGS="-k digest"  make demo ARGS=--help
+# JOBS      processes that the tests run in                 make test JOBS=4
+
+PYTHON ?= python3
+TORCH ?=
+PIP_ARGS ?=
+ARGS ?=
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+PINNED := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+REMEMBERED := $(shell cat $(VENV)/torch 2>/dev/null)
+CHOSEN := $(or $(TORCH),$(REMEMBERED),$(PINNED))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench proto clean force
+
+help: ## list the targets
+	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# What .venv was built for: another torch, or a tree that has been moved or copied, builds it anew.
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CHOSEN) in $(CURDIR))
+$(READY): force
+endif
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Atoll needs Python 3.10 or newer, and '$(PYTHON)' is not that ($$($(PYTHON) --version 2>&1))." \
+	    "Name another: make setup PYTHON=python3.12" >&2; exit 1; }
+	@grep -qsxF "$(CURDIR)" $(READY) || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); } || { \
+	  rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }
+	@rm -f $(VENV)/torch; [ "$(CHOSEN)" = "$(PINNED)" ] || echo "$(CHOSEN)" >$(VENV)/torch
+	@sed '/^torch==/d' constraints.txt >$(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
+	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dev,fast]'
+	@printf '%s in\n%s\n' "$(CHOSEN)" "$(CURDIR)" >$(READY)
+
+setup: $(READY) ## build .venv with Atoll, torch and the development tools
+
+demo: setup ## three nodes train on real text through a coordinator on this machine
+	@$(BIN)/atoll demo $(ARGS)
+
+test: lint ## check style and types, then run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: setup ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## put the code into the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## run every bench and write its figures to docs/results
+	@mkdir -p docs/results
+	@set -e; for name in $$($(BIN)/python -m bench | cut -d ' ' -f 1); do \
+	  $(BIN)/python -m bench $$name --json docs/results/$$name.json $(ARGS); done
+
+proto: setup ## generate protos/atoll_pb2.py and its types from protos/atoll.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --mypy_out=. protos/atoll.proto
+
+clean: ## remove .venv, builds and caches
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

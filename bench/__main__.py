@@ -1,0 +1,78 @@
+"""``python -m bench NAME [--quick] [--json FILE] [--check]``: run one bench; without a name, list them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.report import Report
+
+BENCHES: dict[str, tuple[str, str]] = {
+    "votes": (
+        "bench.votes",
+        "pack, tally and apply of 1-bit votes against reading and copying the same bytes",
+    ),
+    "round": ("bench.round", "one vote of 124 M parameters by four processes, split into its phases"),
+    "wire": ("bench.wire", "bits per parameter and step, counted at the transport"),
+    "methods": ("bench.methods", "loss of Sign-Muon, Signum and Muon on the embedded corpus, paired seeds"),
+}
+
+
+def list_benches(console: Console) -> None:
+    """Print every bench with one line about it."""
+    width = max(map(len, BENCHES))
+    for name, (_, summary) in BENCHES.items():
+        console.print(f"{name:<{width}}  {summary}", markup=False, highlight=False, soft_wrap=True)
+
+
+def run_bench(name: str, quick: bool) -> Report:
+    """Import the module of bench ``name`` and run it."""
+    module = importlib.import_module(BENCHES[name][0])
+    report = module.run(quick)
+    if not isinstance(report, Report):
+        raise TypeError(f"{BENCHES[name][0]}.run returned {type(report).__name__}, not a bench.report.Report")
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status (0; 1: a bar was missed under ``--check``; 2: unknown bench)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Side-by-side measurements. Without a name, lists the benches."
+    )
+    parser.add_argument("name", nargs="?", help="the bench to run")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes; ends within 45 s on two cores")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a figure misses its bar")
+    options = parser.parse_args(arguments)
+
+    console = Console(stderr=False)
+    if options.name is None:
+        list_benches(console)
+        return 0
+    if options.name not in BENCHES:
+        close = difflib.get_close_matches(options.name, BENCHES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the benches are {', '.join(BENCHES)}"
+        print(f"unknown bench {options.name!r}: {hint}", file=sys.stderr)
+        return 2
+
+    report = run_bench(options.name, options.quick)
+    report.print(console)
+    line = report.to_json()
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(line + "\n")
+    missed = report.missed()
+    for sentence in missed:
+        print(f"bench {report.bench}: {sentence}", file=sys.stderr)
+    print(line, flush=True)
+    return 1 if options.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

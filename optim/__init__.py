@@ -1,0 +1,1 @@
+"""Update rules and codecs: functions and optimizers on tensors, without network or processes."""

@@ -1,0 +1,34 @@
+"""Channel and server options of gRPC that node and coordinator share. Plain data: imports no grpc.
+
+Messages are at most one chunk; keepalive finds a dead peer within 20 s on an idle or stalled connection; a
+port is never shared silently between two servers. Compression stays off, which is gRPC's default: packed
+signs do not compress and gzip costs far more than the network.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from protos.wire import MAX_MESSAGE_BYTES
+
+Options = tuple[tuple[str, int], ...]
+
+_SHARED: Final[Options] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_metadata_size", 8 << 10),
+)
+
+CHANNEL_OPTIONS: Final[Options] = _SHARED
+
+SERVER_OPTIONS: Final[Options] = (
+    *_SHARED,
+    # or the server answers the clients' keepalive with GOAWAY "too_many_pings"
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)

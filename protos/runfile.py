@@ -1,0 +1,170 @@
+"""The run file: one TOML text that says everything a run is, checked before anything starts.
+
+Node and coordinator read the same text and compare its digest when a node joins: the digest of the effective
+values, without the coordinator's addresses. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protos.digests import sha256_text
+from protos.problems import Problem, problem_of, with_lines
+from protos.sections import (
+    SECTIONS,
+    CoordinatorConfig,
+    DataConfig,
+    MethodConfig,
+    ModelConfig,
+    RoundConfig,
+    RunConfig,
+    Section,
+    file_value,
+    refuse,
+    used_keys,
+)
+from protos.toml_writer import to_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "CoordinatorConfig",
+    "DataConfig",
+    "MethodConfig",
+    "ModelConfig",
+    "RoundConfig",
+    "RunConfig",
+    "RunFile",
+    "RunFileError",
+]
+
+MAX_CHARACTERS: Final = 1 << 20  # of a run file; the text may come from a peer
+_DIGEST_FORMAT: Final = "atoll run file 1"
+
+
+class RunFileError(ValueError):
+    """A run file that cannot be used; the text lists every problem with its place, value, rule and fix."""
+
+    def __init__(self, name: str, problems: list[Problem]) -> None:
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n  ".join([f"{name}: {count}", *map(str, problems)]))
+
+
+class RunFile(BaseModel):
+    """A whole run file with every value in effect."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    method: MethodConfig = Field(default_factory=MethodConfig)
+    round: RoundConfig = Field(default_factory=RoundConfig)
+    coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> RunFile:
+        shorter = min(self.method.warmup, self.run.rounds // 10)
+        if "warmup" not in self.method.model_fields_set and shorter != self.method.warmup:
+            values = dict(self.method) | {"warmup": shorter}
+            method = MethodConfig.model_construct(_fields_set=self.method.model_fields_set, **values)
+            object.__setattr__(self, "method", method)
+        refuse([*_broken_between(self.run, self.method), *_broken_vocab(self.model, self.data)])
+        return self
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RunFile:
+        """Read and check a run file.
+
+        Raises:
+            RunFileError: it cannot be read, is not TOML, or breaks a rule; the text is ready for the user.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RunFileError(
+                str(path), [Problem("", "file", "is not UTF-8 text", f"byte {error.start}")]
+            ) from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            fix = (
+                "'atoll run init FILE' writes a commented one" if isinstance(error, FileNotFoundError) else ""
+            )
+            raise RunFileError(str(path), [Problem("", "file", f"cannot be read: {reason}", fix)]) from error
+        return cls.parse(text, name=str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "run file") -> RunFile:
+        """Check the text of a run file; ``name`` is what error messages call it.
+
+        Raises:
+            RunFileError: not TOML, or a rule is broken. Every problem is listed at once.
+        """
+        if len(text) > MAX_CHARACTERS:
+            rule = f"has {len(text)} characters, at most {MAX_CHARACTERS} are read"
+            raise RunFileError(name, [Problem("", "file", rule)])
+        try:
+            raw = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            detail = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise RunFileError(name, [Problem("", "file", f"is not valid TOML: {detail}")]) from error
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            problems = [problem for item in error.errors() for problem in problem_of(item, SECTIONS)]
+            known = set(map(str, problems))
+            problems += [problem for problem in _broken_between_valid(raw) if str(problem) not in known]
+            raise RunFileError(name, with_lines(problems, text)) from error
+
+    @property
+    def digest(self) -> str:
+        """sha256, in hex, of the effective values of all sections but [coordinator]."""
+        values = {name: dict(section) for name, section in self if name != CoordinatorConfig.title}
+        canonical = json.dumps(
+            [_DIGEST_FORMAT, values], sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
+        return sha256_text(canonical)
+
+    def to_toml(self) -> str:
+        """The effective values as a run file without comments; :meth:`parse` of it gives equal values."""
+        return to_toml(
+            {name: {key: file_value(section, key) for key in used_keys(section)} for name, section in self}
+        )
+
+
+def _broken_between(run: RunConfig, method: MethodConfig) -> Iterator[Problem]:
+    if method.warmup >= run.rounds and "warmup" in method.model_fields_set:
+        rule = f"must be less than [run] rounds = {run.rounds}, or the learning rate never reaches its peak"
+        yield Problem("method", "warmup", rule, f"for example {run.rounds // 10}", method.warmup)
+
+
+def _broken_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
+    if data.tokenizer == "bytes" and model.vocab is not None and model.vocab < 256:
+        rule = 'must be at least 256 with [data] tokenizer = "bytes"'
+        yield Problem("model", "vocab", rule, "or leave it out", model.vocab)
+
+
+def _broken_between_valid(raw: dict[str, Any]) -> Iterator[Problem]:
+    """The rules between sections, for as many of the sections as are valid by themselves."""
+
+    def valid(section: type[Section]) -> Any:
+        try:
+            return section.model_validate(raw.get(section.title, {}))
+        except ValidationError:
+            return None
+
+    if (run := valid(RunConfig)) and (method := valid(MethodConfig)):
+        yield from _broken_between(run, method)
+    if (model := valid(ModelConfig)) and (data := valid(DataConfig)):
+        yield from _broken_vocab(model, data)

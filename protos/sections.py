@@ -1,0 +1,364 @@
+"""The sections of the run file: every field with its type, bounds and meaning, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from protos.address import Address
+from protos.methods import (
+    MOMENTUM,
+    POLAR,
+    PRESETS,
+    REDUCED_LR,
+    VOTED,
+    Coefficients,
+    MethodName,
+    Preset,
+    Reduction,
+    Scaling,
+    Schedule,
+)
+from protos.problems import Form, Problem, Unset
+from protos.units import UnitError, parse_duration
+
+
+def _seconds(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_duration(value)
+    except UnitError as error:
+        raise ValueError(str(error)) from error
+
+
+def _listen(value: Any) -> Any:
+    if isinstance(value, str):
+        Address.parse(value)  # an AddressError is a ValueError: pydantic reports its text
+    return value
+
+
+def _off(value: Any) -> Any:
+    return None if value == "off" else value
+
+
+# Defaults that follow from other values. Where those are wrong, which is reported, any answer will do.
+def _preset(data: dict[str, Any]) -> Preset:
+    return PRESETS[data.get("name", "sign-muon")]
+
+
+def _reduction(data: dict[str, Any]) -> Reduction:
+    return "vote" if data.get("name") in VOTED else "mean"
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    Form("a duration of at most 30 days: a number of seconds above 0, or a text such as '90s' or '2 min'"),
+    Field(gt=0, le=30 * 86400),
+]
+Listen = Annotated[
+    str, BeforeValidator(_listen), Form("host:port, IPv6 in brackets; port 0 takes a free one")
+]
+MetricsPort = Annotated[
+    Annotated[int, Field(ge=0, le=65535)] | None,
+    BeforeValidator(_off),
+    Form('a port from 0 (takes a free one) to 65535, or "off"'),
+]
+Rate = Annotated[float, Field(gt=0, le=100)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A section of the run file: immutable, strictly typed, without unknown keys, with its own rules."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    title: ClassVar[str]
+
+    def unused(self) -> dict[str, str]:
+        """The keys that have no effect beside the other values, each with the reason in words."""
+        return {}
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """What is wrong with the section's values taken together."""
+        yield from ()
+
+    def default(self, key: str) -> Any:
+        """The value ``key`` has when the run file leaves it out, given the section's other values."""
+        return type(self).model_fields[key].get_default(call_default_factory=True, validated_data=dict(self))
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Section:
+        problems = [
+            Problem(self.title, key, f"has no effect: {reason}", "remove it", getattr(self, key))
+            for key, reason in self.unused().items()
+            if key in self.model_fields_set and getattr(self, key) != self.default(key)
+        ]
+        problems += self.broken_rules()
+        refuse(problems)
+        return self
+
+
+def refuse(problems: list[Problem]) -> None:
+    """Raise the validation error that carries ``problems``, if there are any."""
+    if problems:
+        text = "\n".join(map(str, problems)).replace("{", "{{").replace("}", "}}")
+        raise PydanticCustomError("broken_rules", text, {"problems": problems})
+
+
+class RunConfig(Section):
+    """What the run is called and how long it lasts."""
+
+    title = "run"
+
+    name: Annotated[
+        str, Form("1 to 64 letters, digits, '.', '_' and '-', beginning with a letter or digit")
+    ] = Field(
+        default="atoll",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name of the run, in logs, metrics and file names.",
+    )
+    seed: Annotated[int, Form("a whole number from 0 to 2^63 - 1")] = Field(
+        default=0, ge=0, lt=1 << 63, description="Seed of the initial weights and the order of the data."
+    )
+    rounds: int = Field(
+        default=512, ge=1, le=10**9, description="Rounds to train: exchanges between the nodes."
+    )
+    nodes: int = Field(
+        default=3, ge=1, le=65535, description="Nodes to wait for before round 0; more may join later."
+    )
+    evaluate_every: int = Field(
+        default=32,
+        ge=0,
+        le=10**9,
+        description="Rounds between two validation losses; 0 measures only at the end.",
+    )
+    validation_windows: int = Field(
+        default=128,
+        ge=1,
+        le=1 << 24,
+        description="Windows of the fixed validation text that a validation loss reads.",
+    )
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    title = "model"
+
+    name: Annotated[
+        str, Form('"llama", or "hf:" and the folder, config.json or hub id of a Transformers model')
+    ] = Field(
+        default="llama",
+        pattern=r"^(llama|hf:.*\S.*)$",
+        max_length=4096,
+        description="Architecture; 'hf:' (extra 'hf') takes its sizes from the configuration it names.",
+    )
+    d_model: int = Field(default=64, ge=2, le=1 << 16, description="Width of the residual stream.")
+    layers: int = Field(default=2, ge=1, le=4096, description="Number of decoder layers.")
+    heads: int = Field(
+        default=2, ge=1, le=4096, description="Attention heads; they divide d_model into even widths."
+    )
+    ff: Annotated[int | None, Unset("8/3 of d_model, rounded to a multiple of 16", 176)] = Field(
+        default=None, ge=1, le=1 << 20, description="Width of the feed-forward part."
+    )
+    context: int = Field(default=64, ge=2, le=1 << 20, description="Tokens a prediction can look back on.")
+    vocab: Annotated[int | None, Unset("as many as the data's tokenizer has", 256)] = Field(
+        default=None, ge=2, le=1 << 24, description="Token ids the model knows."
+    )
+    tied: bool = Field(default=True, description="Whether the embedding is the output head as well.")
+
+    def unused(self) -> dict[str, str]:
+        if not self.name.startswith("hf:"):
+            return {}
+        return dict.fromkeys(
+            ("d_model", "layers", "heads", "ff", "tied"), f"{self.name} brings its own sizes"
+        )
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if self.name == "llama" and self.d_model % (2 * self.heads):
+            rule = (
+                f"d_model = {self.d_model} must be a multiple of 2 x heads (rotary positions need even heads)"
+            )
+            fits = [heads for heads in range(1, self.d_model // 2 + 1) if self.d_model % (2 * heads) == 0]
+            nearest = sorted(fits, key=lambda heads: abs(heads - self.heads))[:3]
+            fix = f"heads can be {' or '.join(map(str, sorted(nearest)))}" if fits else "make d_model even"
+            yield Problem(self.title, "heads", rule, fix, self.heads)
+
+
+class DataConfig(Section):
+    """The text that is read, and how it is dealt out."""
+
+    title = "data"
+
+    source: str = Field(
+        default="shakespeare",
+        min_length=1,
+        max_length=4096,
+        description="'shakespeare' (ships with Atoll), a text file, a folder of text files, a '.bin' file of "
+        "tokens, or 'hf:NAME[@config][:split][#column]' of a Hugging Face dataset (extra 'hf').",
+    )
+    tokenizer: str = Field(
+        default="bytes",
+        min_length=1,
+        max_length=4096,
+        description="'bytes' (256 token ids), or the path of a tokenizer.json (extra 'tokenizers').",
+    )
+    batch: int = Field(default=4, ge=1, le=1 << 20, description="Sequences that each node reads in a round.")
+
+
+class MethodConfig(Section):
+    """How gradients become steps, and what travels between the nodes."""
+
+    title = "method"
+
+    name: MethodName = Field(
+        default="sign-muon",
+        description="sign-muon and signum send 1 bit a parameter and the majority decides; ddp-muon and "
+        "ddp-adamw send fp32 gradients and take their mean.",
+    )
+    embeddings: Reduction = Field(
+        default_factory=_reduction,
+        description="How embeddings and untied heads are reduced: the majority of 1-bit votes, or the fp32 "
+        "mean (AdamW), which costs 32 times the bytes.",
+    )
+    vectors: Reduction = Field(
+        default_factory=_reduction,
+        description="The same choice for norms and biases.",
+    )
+    lr: Rate = Field(
+        default_factory=lambda data: _preset(data).lr,
+        description="Peak learning rate of the matrices.",
+    )
+    embedding_lr: Rate = Field(
+        default_factory=lambda data: REDUCED_LR[data.get("embeddings", "vote")],
+        description="Peak learning rate of embeddings and heads. Left out: 0.002 voted, 0.006 as mean.",
+    )
+    vector_lr: Rate = Field(
+        default_factory=lambda data: REDUCED_LR[data.get("vectors", "vote")],
+        description="Peak learning rate of norms and biases. Left out: 0.002 voted, 0.006 as mean.",
+    )
+    momentum: Beta = Field(default=0.95, description="Share of the old momentum that each round keeps.")
+    nesterov: bool = Field(
+        default=True, description="Whether the step looks one round ahead of the momentum."
+    )
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        le=10,
+        description="Decoupled weight decay: weights shrink by lr x weight_decay a round.",
+    )
+    ns_steps: int = Field(
+        default=5,
+        ge=1,
+        le=20,
+        description="Newton-Schulz iterations of the polar factor. One is hardly more than signum.",
+    )
+    ns_coefficients: Coefficients = Field(
+        default="polar-express", description="Polynomials of the Newton-Schulz iterations."
+    )
+    scaling: Scaling = Field(
+        default_factory=lambda data: _preset(data).scaling,
+        description="How a step depends on a matrix's shape: 'unit-gain' gives all layers the same gain, "
+        "'match-rms' the step size of AdamW, 'none' the bare lr.",
+    )
+    beta1: Beta = Field(default=0.9, description="AdamW's decay of the mean gradient.")
+    beta2: Beta = Field(default=0.95, description="AdamW's decay of the squared gradient.")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="AdamW's floor under the square root.")
+    warmup: int = Field(
+        default=50,
+        ge=0,
+        le=10**9,
+        description="Rounds in which the learning rate rises. Left out: 50, or a tenth of a shorter run.",
+    )
+    schedule: Schedule = Field(default="cosine", description="How the learning rate falls after the warm-up.")
+    final: float = Field(
+        default=0.05, ge=0, le=1, description="Learning rate of the last round, as a fraction of the peak."
+    )
+
+    def unused(self) -> dict[str, str]:
+        unused: dict[str, str] = {}
+
+        def only(methods: tuple[str, ...], what: str, *keys: str) -> None:
+            if self.name not in methods:
+                unused.update(dict.fromkeys(keys, f"{what} ({', '.join(methods)}), not {self.name}"))
+
+        only(POLAR, "only methods with a polar factor use it", "ns_steps", "ns_coefficients")
+        only(MOMENTUM, "only methods with a momentum use it", "momentum", "nesterov", "scaling")
+        only(VOTED, "only methods that vote have the choice", "embeddings", "vectors")
+        if self.name in VOTED and "mean" not in (self.embeddings, self.vectors):
+            reason = f'with {self.name} AdamW runs only where embeddings or vectors are "mean"'
+            unused.update(dict.fromkeys(("beta1", "beta2", "eps"), reason))
+        if self.schedule == "constant":
+            unused["final"] = "a constant schedule ends at the peak"
+        return unused
+
+
+class RoundConfig(Section):
+    """When a round closes."""
+
+    title = "round"
+
+    deadline: Duration = Field(
+        default=60.0,
+        description="A round waits this long after its first contribution, then commits without the others.",
+    )
+    start_timeout: Duration = Field(
+        default=600.0,
+        description="Longest wait for a round's first contribution and, after the deadline, for a quorum.",
+    )
+    quorum: float = Field(
+        default=0.6,
+        gt=0.5,
+        le=1,
+        description="Fraction of the live members that has to contribute for a round to commit.",
+    )
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if self.deadline > self.start_timeout:
+            rule = f"must not be longer than start_timeout = {self.start_timeout:g} s"
+            yield Problem(
+                self.title, "deadline", rule, "raise start_timeout or lower deadline", self.deadline
+            )
+
+
+class CoordinatorConfig(Section):
+    """Where the coordinator listens. This section is not part of the run's digest."""
+
+    title = "coordinator"
+
+    listen: Listen = Field(default="0.0.0.0:4600", description="Address the nodes connect to.")
+    metrics: MetricsPort = Field(default=9464, description="Port of the Prometheus metrics.")
+
+    @property
+    def address(self) -> Address:
+        """:attr:`listen`, parsed."""
+        return Address.parse(self.listen)
+
+
+SECTIONS: Final[dict[str, type[Section]]] = {
+    model.title: model
+    for model in (RunConfig, ModelConfig, DataConfig, MethodConfig, RoundConfig, CoordinatorConfig)
+}
+
+
+def used_keys(section: Section) -> list[str]:
+    """The keys of ``section`` that have an effect and a value, in the schema's order."""
+    unused = section.unused()
+    return [
+        key
+        for key in type(section).model_fields
+        if key not in unused and file_value(section, key) is not None
+    ]
+
+
+def file_value(section: Section, key: str) -> Any:
+    """The value of ``key`` as it stands in a run file; ``None`` if it is left out."""
+    value = getattr(section, key)
+    return "off" if value is None and isinstance(section, CoordinatorConfig) else value

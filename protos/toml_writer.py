@@ -1,0 +1,39 @@
+"""Writing TOML: the part of it that a run file needs (the standard library only reads)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def to_toml_value(value: Any) -> str:
+    """A text, number or boolean (or a list of them) as TOML; floats keep every bit.
+
+    Raises:
+        TypeError: any other type.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+        return repr(value)
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(to_toml_value, value))}]"
+    raise TypeError(f"cannot write {type(value).__name__} as TOML")
+
+
+def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """A TOML document of plain sections."""
+    blocks = [
+        "\n".join([f"[{name}]", *(f"{key} = {to_toml_value(value)}" for key, value in section.items())])
+        for name, section in sections.items()
+    ]
+    return "\n\n".join(blocks) + "\n"
