@@ -1,0 +1,1 @@
+"""The data plane of one site: model, data, training loop and exchange."""
