@@ -90,7 +90,9 @@ class BucketTable:
         seen: set[str] = set()
         for bucket in self.buckets:
             if bucket.reduce not in ("majority", "mean"):
-                raise BucketTableError(f"bucket {bucket.name!r}: reduce must be majority or mean, not {bucket.reduce!r}")
+                raise BucketTableError(
+                    f"bucket {bucket.name!r}: reduce must be majority or mean, not {bucket.reduce!r}"
+                )
             if bucket.elements <= 0:
                 raise BucketTableError(f"bucket {bucket.name!r} holds no elements")
             start = 0
@@ -98,7 +100,9 @@ class BucketTable:
                 if member.name in seen:
                     raise BucketTableError(f"tensor {member.name!r} is in two buckets")
                 if member.start != start:
-                    raise BucketTableError(f"bucket {bucket.name!r}: {member.name!r} starts at {member.start}, not {start}")
+                    raise BucketTableError(
+                        f"bucket {bucket.name!r}: {member.name!r} starts at {member.start}, not {start}"
+                    )
                 seen.add(member.name)
                 start += member.elements
 
@@ -124,7 +128,7 @@ class BucketTable:
     def sections(self) -> tuple[tuple[Reduce, int, int], ...]:
         """Maximal runs of buckets with one reduce: ``(reduce, first byte, end byte)``."""
         runs: list[tuple[Reduce, int, int]] = []
-        for bucket, offset in zip(self.buckets, self.offsets):
+        for bucket, offset in zip(self.buckets, self.offsets, strict=True):
             if runs and runs[-1][0] == bucket.reduce:
                 runs[-1] = (bucket.reduce, runs[-1][1], offset + bucket.nbytes)
             else:
@@ -134,7 +138,8 @@ class BucketTable:
     def to_json(self) -> str:
         """Canonical JSON: equal tables give equal bytes."""
         rows = [
-            [bucket.name, bucket.reduce, [[m.name, list(m.shape)] for m in bucket.members]] for bucket in self.buckets
+            [bucket.name, bucket.reduce, [[m.name, list(m.shape)] for m in bucket.members]]
+            for bucket in self.buckets
         ]
         return json.dumps(rows, separators=(",", ":"))
 

@@ -15,7 +15,6 @@ Options = tuple[tuple[str, int], ...]
 
 _SHARED: Final[Options] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -23,12 +22,15 @@ _SHARED: Final[Options] = (
     ("grpc.max_metadata_size", 8 << 10),
 )
 
-CHANNEL_OPTIONS: Final[Options] = _SHARED
+CHANNEL_OPTIONS: Final[Options] = (*_SHARED, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 
 SERVER_OPTIONS: Final[Options] = (
     *_SHARED,
+    # A message somewhat over the limit is refused in words; gRPC would break the stream without any.
+    ("grpc.max_receive_message_length", 4 * MAX_MESSAGE_BYTES),
     # or the server answers the clients' keepalive with GOAWAY "too_many_pings"
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 1024),  # of one connection
 )

@@ -1,8 +1,8 @@
-"""Names, limits and framing of the wire protocol: what node and coordinator must agree on beside the messages.
+"""Names, limits and framing of the wire protocol: what node and coordinator agree on beside the messages.
 
-Bulk streams carry raw frames: a 16-byte little-endian prefix (kind, attempt, two zero bytes, body length, offset)
-and the body. Offsets count payload bytes. A stream that ends without its last frame is truncated: the end of a
-stream alone never means success.
+Bulk streams carry raw frames: a 16-byte little-endian prefix (kind, attempt, two zero bytes, body length,
+offset) and the body. Offsets count payload bytes. A stream that ends without its last frame is truncated: the
+end of a stream alone never means success.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Frame:
     body: memoryview
 
 
-def encode_frame(kind: int, body: bytes | bytearray | memoryview = b"", *, attempt: int = 0, offset: int = 0) -> bytes:
+def encode_frame(
+    kind: int, body: bytes | bytearray | memoryview = b"", *, attempt: int = 0, offset: int = 0
+) -> bytes:
     """One message: prefix and a copy of ``body``."""
     return b"".join((_PREFIX.pack(kind, attempt & 0xFF, 0, len(body), offset), body))
 

@@ -1,0 +1,133 @@
+"""The exchange: how a worker takes part in rounds, whatever carries the bytes.
+
+The worker loop asks for its next order, computes, and hands its contribution over; it never sees a socket.
+The hub (gRPC), the local exchange (world size 1) and later transports all fit here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class ExchangeError(RuntimeError):
+    """The exchange cannot go on; the text says what happened, with whom, and what to do next."""
+
+
+@dataclass(frozen=True)
+class RoundOrder:
+    """Compute and contribute to a round."""
+
+    round: int
+    epoch: int
+    members: tuple[str, ...]
+    lease_start: int  # first global sample index this node reads
+    lease_count: int  # number of samples (sequences)
+    evaluate: bool  # measure the validation loss after applying
+    result_ready: bool  # committed already without us: fetch and apply, do not compute
+
+
+@dataclass(frozen=True)
+class DonateOrder:
+    """Upload the shared state, which must be that of ``round``, for nodes that are joining."""
+
+    transfer: str
+    round: int
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Download the shared state of ``round`` before taking part."""
+
+    transfer: str
+    round: int
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """Leave: the run is done, or this node cannot go on."""
+
+    done: bool
+    reason: str
+    evaluate: bool
+
+
+Order = RoundOrder | DonateOrder | LoadOrder | StopOrder
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A committed round as every node sees it.
+
+    ``payload`` is uint8[table.nbytes] on the CPU, valid until the next call of :meth:`Exchange.reduce`;
+    ``None`` for a round without voters.
+    """
+
+    round: int
+    payload: torch.Tensor | None
+    voters: tuple[str, ...]
+    weights: tuple[int, ...]
+    counted: bool
+    agreement: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkReport:
+    """What a worker tells after a round; units as in the message ``Report`` of atoll.proto."""
+
+    round: int
+    state_digest: str
+    loss: float
+    tokens: int
+    compute_seconds: float
+    busy_seconds: float
+    validation_loss: float | None = None
+    bits_per_byte: float | None = None
+
+
+class Exchange(Protocol):
+    """What the worker loop needs of a transport.
+
+    Calls block with a deadline and raise :class:`ExchangeError`.
+    """
+
+    def next_order(self) -> Order:
+        """Wait for what to do next."""
+        ...
+
+    def reduce(
+        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
+    ) -> RoundResult:
+        """Contribute ``payload`` and wait for the commit.
+
+        ``payload`` is uint8[table.nbytes] on the CPU; ``None``: abstain, or catch up.
+        """
+        ...
+
+    def report(self, report: WorkReport) -> None:
+        """Tell the others; does not wait."""
+        ...
+
+    def donate(self, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str) -> None:
+        """Upload the shared state in chunks."""
+        ...
+
+    def load(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Fill ``tensors`` in place and return the announced state digest."""
+        ...
+
+    def ready(self, round_index: int, state_digest: str) -> None:
+        """Tell that the state of ``round_index`` has been loaded."""
+        ...
+
+    def bytes_counted(self) -> tuple[int, int]:
+        """Bytes sent and received at the transport so far, framing included."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Leave cleanly; safe to call twice."""
+        ...
