@@ -1,0 +1,346 @@
+"""The round in flight: contributions come in, pieces are reduced once complete, a verdict closes it.
+
+Reduction is speculative: pieces are made and sent as soon as every member that is still waited for has
+delivered them. If the set of voters changes after pieces have been sent, they are void and a new attempt
+starts. CPU work runs on a pool thread, one job at a time; tiny payloads are reduced at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from coordinator.contribution import Contribution, check_header
+from coordinator.reducer import Bytes, Piece, Reduction, TallyFunction
+from coordinator.refusal import DUPLICATE, WRONG_ROUND, Refused
+from coordinator.result import Result
+from coordinator.rounds import Policy, RoundView, Seat, State, Verdict, casting_index, decide
+from coordinator.timer import Alarm, Timer
+from protos.atoll_pb2 import ContributionHeader
+from protos.buckets import BucketTable
+
+INLINE_BYTES: Final = 256 << 10  # of votes: less than a millisecond of work is done at once
+MAX_ALARM_DELAY: Final = 1.0  # seconds; more means that the process was stopped or starved
+MAX_BROKEN_STREAMS: Final = 3  # of one member in one round; then it is not waited for
+
+
+class Pool(Protocol):
+    """Runs CPU work off the event loop and brings the outcome back to the loop's thread."""
+
+    def submit(
+        self,
+        work: Callable[[], list[bytes]],
+        done: Callable[[list[bytes] | None, BaseException | None], None],
+    ) -> Future[list[bytes]]:
+        """Run ``work`` on another thread, then call ``done`` on the event loop."""
+        ...
+
+
+@dataclass
+class Member:
+    """One seat of the round."""
+
+    node: str
+    weight: int
+    row: Bytes
+    state: State
+    live: bool = True
+    contribution: Contribution | None = None
+    broken: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Reducing:
+    """What rounds of one run share."""
+
+    table: BucketTable
+    pieces: Sequence[Piece]
+    tally: TallyFunction
+    pool: Pool
+    padding: int = 0
+    sections: Sequence[tuple[str, int, int]] = field(default=())
+
+
+class ActiveRound:
+    """One round from its opening to its commit.
+
+    ``on_close`` is called exactly once, on the event loop, with the closing verdict; after a commit the
+    result is complete and valid by then.
+    """
+
+    def __init__(
+        self,
+        round_index: int,
+        epoch: int,
+        members: Iterable[Member],
+        *,
+        policy: Policy,
+        reducing: Reducing,
+        timer: Timer,
+        on_close: Callable[[ActiveRound, Verdict], None],
+    ) -> None:
+        self.round = round_index
+        self.epoch = epoch
+        self.members = {member.node: member for member in members}
+        self.result = Result(round_index, epoch)
+        self.opened_at = timer.now()
+        self.first_at: float | None = None
+        self.verdict: Verdict | None = None  # the closing one
+        self._policy = policy
+        self._shared = reducing
+        self._timer = timer
+        self._on_close = on_close
+        self._alarm: Alarm | None = None
+        self._alarm_at = 0.0
+        self._reduction: Reduction | None = None
+        self._voters: tuple[str, ...] = ()  # of the reduction
+        self._busy = False
+        self._closed = False
+
+    # --------------------------------------------------------------------------------------------- events
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self._voters = self._likely_voters()
+        self._settle()
+
+    def expect(self, node: str) -> None:
+        """A member that lagged is behind no more and is waited for."""
+        member = self.members[node]
+        if member.state is State.LAGGING and self.verdict is None:
+            self._change(member, State.EXPECTED)
+
+    def accept(self, node: str, header: ContributionHeader) -> Contribution | None:
+        """A member's stream announces its contribution; ``None`` if it abstains.
+
+        Raises:
+            Refused: the header does not fit; a duplicate has kind ``DUPLICATE`` and leaves the member as it
+                was.
+        """
+        member = self.members[node]
+        if member.state in (State.COMPLETE, State.ABSTAINED, State.FAILED) and not header.abstain:
+            raise Refused(
+                DUPLICATE, f"{node} has already delivered for round {self.round} ({member.state.value})"
+            )
+        if header.epoch != self.epoch:
+            raise Refused(
+                WRONG_ROUND,
+                f"round {self.round} belongs to epoch {self.epoch}, the header says {header.epoch}",
+            )
+        check_header(header, self._shared.table, member.weight)
+        if header.abstain:
+            if member.state in (State.EXPECTED, State.LAGGING):
+                member.contribution = None
+                member.reason = header.reason[:256]
+                self._change(member, State.ABSTAINED)
+            return None
+        member.contribution = Contribution(member.row, self._shared.sections, member.weight)
+        return member.contribution
+
+    def delivered(self, node: str, contribution: Contribution) -> None:
+        """More of a contribution has arrived."""
+        member = self.members[node]
+        if member.contribution is not contribution:
+            return
+        if contribution.complete and member.state in (State.EXPECTED, State.LAGGING):
+            if self.first_at is None:
+                self.first_at = self._timer.now()
+            self._change(member, State.COMPLETE)
+        else:
+            self._advance()
+
+    def refuse(self, node: str, contribution: Contribution | None) -> None:
+        """A member's contribution was refused: nobody waits for it in this round."""
+        member = self.members[node]
+        if member.contribution is contribution and member.state in (State.EXPECTED, State.LAGGING):
+            member.contribution = None
+            self._change(member, State.FAILED)
+
+    def lost(self, node: str, contribution: Contribution) -> None:
+        """The stream of an unfinished contribution broke; the member may send it again."""
+        member = self.members[node]
+        if member.contribution is not contribution or contribution.complete:
+            return
+        member.contribution = None
+        if member.state not in (State.EXPECTED, State.LAGGING):
+            return
+        member.broken += 1
+        if member.broken >= MAX_BROKEN_STREAMS:
+            self._change(member, State.FAILED)
+        elif node in self._voters:
+            self._form(self._voters)  # the row will be written again
+
+    def departed(self, node: str) -> None:
+        """A member's session ended."""
+        member = self.members.get(node)
+        if member is None or not member.live:
+            return
+        member.live = False
+        self._change(member, member.state if member.state is State.COMPLETE else State.GONE)
+
+    def stop(self, error: Refused) -> None:
+        """End without a result."""
+        if not self._closed:
+            self._finish()
+            self.result.fail(error)
+
+    # --------------------------------------------------------------------------------------------- decisions
+
+    def view(self) -> RoundView:
+        """What the verdict is made of."""
+        seats = tuple(Seat(member.node, member.state, member.live) for member in self.members.values())
+        return RoundView(self.round, seats, self.opened_at, self.first_at, self._timer.now())
+
+    def waiting(self) -> str:
+        """In words, what the round waits for."""
+        return self.verdict.reason if self.verdict else decide(self.view(), self._policy).reason
+
+    def _change(self, member: Member, state: State) -> None:
+        member.state = state
+        if self.verdict is None:
+            voters = self._likely_voters()
+            if voters != self._voters:
+                self._form(voters)
+        self._advance()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._closed:
+            return
+        if self.verdict is not None:
+            self._close_if_reduced()
+            return
+        verdict = decide(self.view(), self._policy)
+        if verdict.action == "wait":
+            self._wake_at(verdict.until)
+            return
+        self.verdict = verdict
+        if verdict.action == "fail":
+            self._finish()
+            self._on_close(self, verdict)
+            return
+        if verdict.voters != self._voters:
+            self._form(verdict.voters)
+        self._advance()
+        self._close_if_reduced()
+
+    def _wake_at(self, until: float | None) -> None:
+        if until is None or (self._alarm is not None and self._alarm_at == until):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = until
+        self._alarm = self._timer.call_at(until, self._rang)
+
+    def _rang(self) -> None:
+        self._alarm = None
+        slept = self._timer.now() - self._alarm_at
+        if slept > MAX_ALARM_DELAY:  # this process did not run: what came meanwhile is still to be read
+            extra = slept + MAX_ALARM_DELAY
+            self.opened_at += extra
+            self.first_at = None if self.first_at is None else self.first_at + extra
+        self._settle()
+
+    def _close_if_reduced(self) -> None:
+        verdict = self.verdict
+        if verdict is None or self._closed:
+            return
+        if not verdict.voters:
+            self.result.restart()
+            self._commit(verdict, "", {})
+        elif self._reduction is not None and self._reduction.done and not self._busy:
+            shares = self._reduction.agreement(self._shared.padding)
+            self._commit(verdict, self._reduction.digest(), dict(zip(verdict.voters, shares, strict=True)))
+
+    def _commit(self, verdict: Verdict, digest: str, agreement: dict[str, float]) -> None:
+        self._finish()
+        self.result.commit(
+            verdict.voters,
+            [self.members[node].weight for node in verdict.voters],
+            casting=casting_index(self.round, verdict.voters),
+            nbytes=self._shared.table.nbytes if verdict.voters else 0,
+            digest=digest,
+            reason=verdict.reason,
+            agreement=agreement,
+        )
+        self._on_close(self, verdict)
+
+    def _finish(self) -> None:
+        self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    # --------------------------------------------------------------------------------------------- reduction
+
+    def _likely_voters(self) -> tuple[str, ...]:
+        """Who will decide the round if everybody who is waited for delivers."""
+        return tuple(
+            member.node
+            for member in self.members.values()
+            if member.state in (State.EXPECTED, State.COMPLETE)
+        )
+
+    def _form(self, voters: tuple[str, ...]) -> None:
+        """Start the reduction afresh for ``voters``."""
+        self._voters = voters
+        self._reduction = None
+        self.result.restart()
+
+    def _advance(self) -> None:
+        """Reduce what every voter has delivered, unless a job is running: its end comes back here."""
+        if self._busy or self._closed or not self._voters:
+            return
+        delivered = self._shared.table.nbytes
+        for node in self._voters:
+            contribution = self.members[node].contribution
+            if contribution is None:
+                return
+            delivered = min(delivered, contribution.received)
+        reduction = self._reduction or self._begin_reduction()
+        work = reduction.reducible(delivered)
+        if not work:
+            return
+        if work * len(self._voters) <= INLINE_BYTES:
+            try:
+                frames = reduction.advance(delivered)
+            except Exception as error:
+                self._reduced(reduction, None, error)
+            else:
+                self.result.extend(frames)
+            return
+        self._busy = True
+        self._shared.pool.submit(
+            lambda: reduction.advance(delivered),
+            lambda frames, error: self._reduced(reduction, frames, error),
+        )
+
+    def _begin_reduction(self) -> Reduction:
+        members = [self.members[node] for node in self._voters]
+        self._reduction = Reduction(
+            self._shared.pieces,
+            [member.row for member in members],
+            [member.weight for member in members],
+            casting=casting_index(self.round, self._voters),
+            tally=self._shared.tally,
+            attempt=self.result.attempt,
+            phase=self.round,
+        )
+        return self._reduction
+
+    def _reduced(self, reduction: Reduction, frames: list[bytes] | None, error: BaseException | None) -> None:
+        self._busy = False
+        if self._closed:
+            return
+        if error is not None:
+            self.verdict = Verdict("fail", f"the reducer failed in round {self.round}: {error!r}")
+            self._finish()
+            self._on_close(self, self.verdict)
+            return
+        if reduction is self._reduction:
+            self.result.extend(frames or [])
+        self._advance()
+        self._settle()

@@ -1,0 +1,132 @@
+"""One member's upload in a round: each frame is checked, then copied once into the slab."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from google.protobuf.message import DecodeError
+
+from coordinator.reducer import Bytes, all_finite
+from coordinator.refusal import (
+    BAD_DIGEST,
+    BAD_FRAME,
+    BAD_WEIGHT,
+    NOT_FINITE,
+    OUT_OF_ORDER,
+    OVERSIZED,
+    TRUNCATED,
+    WRONG_TABLE,
+    Refused,
+)
+from protos.atoll_pb2 import ContributionEnd, ContributionHeader
+from protos.buckets import BucketTable
+from protos.wire import CHUNK, END, Frame
+
+
+def check_header(header: ContributionHeader, table: BucketTable, weight: int) -> None:
+    """Check what a contribution announces against the bucket table and the member's ``weight``.
+
+    Raises:
+        Refused: another table, another size, or another weight.
+    """
+    if header.abstain:
+        if header.nbytes:
+            raise Refused(BAD_FRAME, f"a node that abstains announces 0 bytes, not {header.nbytes}")
+        return
+    if header.table_digest != table.digest:
+        raise Refused(
+            WRONG_TABLE,
+            f"the contribution is laid out by table {header.table_digest[:128] or 'none'}, the run's is "
+            f"{table.digest}: join again with the coordinator's run file",
+            "FAILED_PRECONDITION",
+        )
+    if header.nbytes != table.nbytes:
+        kind = OVERSIZED if header.nbytes > table.nbytes else TRUNCATED
+        raise Refused(kind, f"a contribution has {table.nbytes} bytes, this one announces {header.nbytes}")
+    if header.weight != weight:
+        raise Refused(
+            BAD_WEIGHT, f"this node joined with weight {weight}, its contribution claims {header.weight}"
+        )
+
+
+class Contribution:
+    """An upload whose header has been accepted.
+
+    Attributes:
+        received: payload bytes so far; they are contiguous from 0.
+        complete: the last frame has come and everything was right.
+    """
+
+    def __init__(self, row: Bytes, sections: Sequence[tuple[str, int, int]], weight: int) -> None:
+        self.weight = weight
+        self.received = 0
+        self.complete = False
+        self._row = row
+        self._sections = sections
+        self._checked = 0
+        self._hasher = xxhash.xxh3_128()
+
+    def feed(self, frame: Frame) -> None:
+        """Take the next frame.
+
+        Raises:
+            Refused: the frame is out of order, out of bounds, of the wrong kind, or the digest does not fit.
+        """
+        if frame.kind == CHUNK:
+            self._chunk(frame)
+        elif frame.kind == END:
+            self._end(frame)
+        else:
+            raise Refused(
+                BAD_FRAME, f"a frame of kind {frame.kind} within a contribution; expected CHUNK or END"
+            )
+
+    def _chunk(self, frame: Frame) -> None:
+        size = len(frame.body)
+        end = frame.offset + size
+        if not size:
+            raise Refused(BAD_FRAME, f"an empty chunk at offset {frame.offset}")
+        if frame.offset != self.received:
+            raise Refused(OUT_OF_ORDER, f"a chunk at offset {frame.offset}, expected {self.received}")
+        if end > len(self._row):
+            raise Refused(OVERSIZED, f"a chunk ends at byte {end}, the contribution has {len(self._row)}")
+        self._row[frame.offset : end] = np.frombuffer(frame.body, np.uint8)
+        self._hasher.update(frame.body)
+        self.received = end
+        whole = end & ~3
+        if not all_finite(self._row, self._sections, self._checked, whole):
+            raise Refused(
+                NOT_FINITE,
+                f"values in bytes {self._checked} to {whole} are not finite: a node whose gradient is not "
+                "finite must abstain",
+            )
+        self._checked = whole
+
+    def _end(self, frame: Frame) -> None:
+        if self.received != len(self._row):
+            raise Refused(TRUNCATED, f"the contribution ends after {self.received} of {len(self._row)} bytes")
+        announced = parse_end(frame).payload_digest
+        digest = self._hasher.hexdigest()
+        if announced != digest:
+            raise Refused(
+                BAD_DIGEST, f"the payload's digest is {digest}, the node announces {announced[:64]!r}"
+            )
+        self.complete = True
+
+
+def parse_header(frame: Frame) -> ContributionHeader:
+    """The body of a HEADER frame; raises :class:`Refused` on anything else."""
+    try:
+        return ContributionHeader.FromString(bytes(frame.body))
+    except DecodeError as error:
+        raise Refused(BAD_FRAME, "the header of the contribution cannot be read") from error
+
+
+def parse_end(frame: Frame) -> ContributionEnd:
+    """The body of an END frame; raises :class:`Refused` on anything else."""
+    try:
+        return ContributionEnd.FromString(bytes(frame.body))
+    except DecodeError as error:
+        raise Refused(BAD_FRAME, "the end of the contribution cannot be read") from error

@@ -1,0 +1,135 @@
+"""What nodes reported after each round: the loss curve, and the digests that must agree."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from coordinator.digests import Judgement, judge
+from protos.atoll_pb2 import Curve, Report
+
+CURVE_POINTS: Final = 512
+OPEN_ROUNDS: Final = 16  # reports for older rounds no longer change anything
+
+
+@dataclass
+class Point:
+    """Reports of one round.
+
+    ``members`` had to report when it was committed; ``agreement`` is the mean over its voters.
+    """
+
+    round: int
+    members: tuple[str, ...]
+    agreement: float
+    losses: dict[str, float] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    validation_loss: float = math.nan
+    bits_per_byte: float = math.nan
+    judgement: Judgement = field(default_factory=lambda: Judgement(None, (), ""))
+
+    @property
+    def loss(self) -> float:
+        """Mean over those who reported a finite loss, nats per token; NaN if nobody did."""
+        finite = [loss for loss in self.losses.values() if math.isfinite(loss)]
+        return sum(finite) / len(finite) if finite else math.nan
+
+
+class History:
+    """The tail of a run's curve."""
+
+    def __init__(self) -> None:
+        self._points: OrderedDict[int, Point] = OrderedDict()
+        self._tokens_before = 0  # of points that have left the tail
+
+    def committed(self, round_index: int, members: Sequence[str], agreement: float) -> None:
+        """A round is valid; its members will report."""
+        self._points[round_index] = Point(round_index, tuple(members), agreement)
+        while len(self._points) > CURVE_POINTS:
+            _, oldest = self._points.popitem(last=False)
+            self._tokens_before += oldest.tokens
+
+    def reported(self, node: str, report: Report) -> Judgement | None:
+        """Take a report; the judgement on its round's digests, ``None`` if that takes no more reports."""
+        point = self._points.get(report.round)
+        if point is None or report.round < self.newest - OPEN_ROUNDS:
+            return None
+        if report.evaluated:  # also in a second report, of a node that was asked to evaluate at the end
+            point.validation_loss = report.validation_loss
+            point.bits_per_byte = report.bits_per_byte
+        if node in point.digests:
+            return None
+        point.digests[node] = report.state_digest
+        point.losses[node] = report.loss
+        point.tokens += report.tokens
+        return self._judge(point)
+
+    def departed(self, node: str) -> list[Judgement]:
+        """A node will not report any more; returns the judgements that this changes."""
+        judgements = []
+        for point in list(self._points.values())[-OPEN_ROUNDS:]:
+            if node in point.members and node not in point.digests:
+                point.members = tuple(member for member in point.members if member != node)
+                judgements.append(self._judge(point))
+        return judgements
+
+    def _judge(self, point: Point) -> Judgement:
+        others = tuple(node for node in point.digests if node not in point.members)
+        point.judgement = judge(point.digests, point.members + others)
+        return point.judgement
+
+    @property
+    def newest(self) -> int:
+        """The last committed round, -1 before the first."""
+        return next(reversed(self._points), -1)
+
+    @property
+    def agreed_digest(self) -> str:
+        """The digest of the last committed round that is agreed; empty while it is open."""
+        point = self._points.get(self.newest)
+        return (point.judgement.agreed or "") if point else ""
+
+    def digest_after(self, round_index: int) -> str:
+        """The agreed digest of the shared state after a round; empty if unknown."""
+        point = self._points.get(round_index)
+        return (point.judgement.agreed or "") if point else ""
+
+    @property
+    def last_loss(self) -> float:
+        """The newest mean loss."""
+        return next((p.loss for p in reversed(self._points.values()) if not math.isnan(p.loss)), math.nan)
+
+    @property
+    def last_validation(self) -> tuple[float, float]:
+        """The newest validation loss (nats per token) and bits per byte."""
+        for point in reversed(self._points.values()):
+            if not math.isnan(point.validation_loss):
+                return point.validation_loss, point.bits_per_byte
+        return math.nan, math.nan
+
+    @property
+    def agreement(self) -> float:
+        """Mean agreement of the last committed round."""
+        point = self._points.get(self.newest)
+        return point.agreement if point else math.nan
+
+    def curve(self) -> list[Curve]:
+        """The tail, oldest first; tokens cumulative."""
+        tokens, curve = self._tokens_before, []
+        for point in self._points.values():
+            tokens += point.tokens
+            curve.append(
+                Curve(
+                    round=point.round,
+                    loss=point.loss,
+                    validation_loss=point.validation_loss,
+                    bits_per_byte=point.bits_per_byte,
+                    agreement=point.agreement,
+                    tokens=tokens,
+                )
+            )
+        return curve

@@ -1,0 +1,95 @@
+"""Where an exchange belongs: to the round in flight, to a result that is still kept, or nowhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coordinator.refusal import DUPLICATE, FELL_BEHIND, LATE, NOT_A_MEMBER, WRONG_ROUND, Refused
+from protos.atoll_pb2 import ContributionHeader
+
+if TYPE_CHECKING:
+    from coordinator.exchange import Exchange
+    from coordinator.run import Run
+
+
+class Intake:
+    """Answers the exchanges of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def begin(self, exchange: Exchange, header: ContributionHeader) -> None:
+        """An exchange has read its header: attach it to a result, and to the round in flight.
+
+        Late and repeated contributions are counted and ignored; their senders receive the result all the
+        same.
+
+        Raises:
+            Refused: there is nothing that the node could contribute to or receive.
+        """
+        run, node, active = self._run, exchange.node, self._run.active
+        if header.round < run.round:
+            self._serve(exchange, header)
+            return
+        if active is None or header.round > run.round:
+            raise Refused(
+                WRONG_ROUND,
+                f"round {header.round} is not open: round {run.round} is next ({run.phase}: {run.reason})",
+                "FAILED_PRECONDITION",
+            )
+        if node.node not in active.members:
+            raise Refused(
+                NOT_A_MEMBER,
+                f"{node.node} is not in the roster of round {active.round} (epoch {active.epoch})",
+                "FAILED_PRECONDITION",
+            )
+        exchange.round, exchange.result = active, active.result  # before an abstention closes the round
+        if active.verdict is not None and not header.abstain:
+            run.count(LATE)
+            return
+        try:
+            exchange.contribution = active.accept(node.node, header)
+        except Refused as refusal:
+            if refusal.kind != DUPLICATE:
+                raise
+            run.count(DUPLICATE)
+
+    def _serve(self, exchange: Exchange, header: ContributionHeader) -> None:
+        """Attach an exchange to the stored result of a round that has been committed."""
+        run, node = self._run, exchange.node
+        if header.round < node.first_round or node.node not in run.registry.roster:
+            raise Refused(
+                NOT_A_MEMBER,
+                f"{node.node} was not a member in round {header.round}: wait for the next order",
+                "FAILED_PRECONDITION",
+            )
+        result = run.results.get(header.round)
+        if result is None:
+            # Its session ends here; a node answers that by joining again, and then loads the present state.
+            reason = (
+                f"it asked for round {header.round}, but only the results since round {run.results.oldest} "
+                "are kept: it fell too far behind"
+            )
+            run.departed(node, reason)
+            text = f"the session of {node.node} has ended: {reason}; join again to load the present state"
+            raise Refused(FELL_BEHIND, text, "UNAUTHENTICATED")
+        if not header.abstain:
+            run.count(DUPLICATE if node.node in result.voters else LATE)
+        exchange.result = result
+        run.served(node, header.round)
+
+    def refused(self, exchange: Exchange, refusal: Refused) -> None:
+        """An exchange was refused: the round in flight does not wait for its node."""
+        run, node = self._run, exchange.node
+        run.count(refusal.kind)
+        active = exchange.round if exchange.result is not None else run.active
+        if active is not None and active is run.active and node.node in active.members:
+            active.refuse(node.node, exchange.contribution)
+
+    def count(self, kind: str) -> None:
+        """Count an event."""
+        self._run.count(kind)
+
+    def now(self) -> float:
+        """Seconds on the coordinator's clock."""
+        return self._run.now()

@@ -1,0 +1,104 @@
+"""Who reads which samples: ranges of global sample indices, leased for one round.
+
+A sample is *trained* when the contribution that was computed on it is counted in a commit. Ranges of members
+that were not counted return to the pool and are handed out again before new ones, so that no sample is lost
+and none is trained twice. The map from a global index to a window of the text (a permutation, epoch after
+epoch) is the nodes'.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Lease:
+    """The samples ``start`` to ``start + count - 1``."""
+
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """One past the last sample."""
+        return self.start + self.count
+
+
+class LeaseError(ValueError):
+    """A lease that cannot be given; the text says why."""
+
+
+class LeaseBook:
+    """All leases of a run.
+
+    Every index below :attr:`frontier` is in exactly one of: trained, held by a member of an open round, or
+    returned.
+    """
+
+    def __init__(self) -> None:
+        self.frontier = 0  # first index that was never leased
+        self.trained = 0  # samples counted in commits so far
+        self._returned: list[Lease] = []  # sorted, neighbours merged
+        self._held: dict[str, tuple[int, Lease]] = {}  # node -> (round, lease)
+
+    @property
+    def returned(self) -> tuple[Lease, ...]:
+        """Ranges waiting to be handed out again, lowest first."""
+        return tuple(self._returned)
+
+    @property
+    def held(self) -> dict[str, Lease]:
+        """Lease of each member that has one now."""
+        return {node: lease for node, (_, lease) in self._held.items()}
+
+    def take(self, node: str, round_index: int, count: int) -> Lease:
+        """Lease up to ``count`` consecutive samples to ``node`` for a round.
+
+        A returned range may be shorter than ``count``: leases are one range, and returned samples come first.
+
+        Raises:
+            LeaseError: ``count`` below 1, or the node holds a lease already.
+        """
+        if count < 1:
+            raise LeaseError(f"a lease has at least one sample, not {count}")
+        if node in self._held:
+            other, lease = self._held[node]
+            raise LeaseError(f"{node} still holds samples {lease.start} to {lease.end - 1} of round {other}")
+        if self._returned:
+            lowest = self._returned[0]
+            lease = Lease(lowest.start, min(count, lowest.count))
+            if lease.count == lowest.count:
+                del self._returned[0]
+            else:
+                self._returned[0] = Lease(lease.end, lowest.count - lease.count)
+        else:
+            lease = Lease(self.frontier, count)
+            self.frontier = lease.end
+        self._held[node] = (round_index, lease)
+        return lease
+
+    def settle(self, round_index: int, counted: Collection[str]) -> None:
+        """Close a round: the leases of those counted are trained, all other leases of the round return."""
+        for node, (held_round, lease) in list(self._held.items()):
+            if held_round != round_index:
+                continue
+            del self._held[node]
+            if node in counted:
+                self.trained += lease.count
+            else:
+                self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        place = bisect.bisect(self._returned, lease)
+        before = self._returned[place - 1] if place else None
+        after = self._returned[place] if place < len(self._returned) else None
+        if after is not None and after.start == lease.end:
+            lease = Lease(lease.start, lease.count + after.count)
+            del self._returned[place]
+        if before is not None and before.end == lease.start:
+            lease = Lease(before.start, before.count + lease.count)
+            place -= 1
+            del self._returned[place]
+        self._returned.insert(place, lease)

@@ -1,0 +1,117 @@
+"""The nodes of a run as the coordinator knows them, and the orders that wait to be sent to each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from protos.atoll_pb2 import CoordinatorMessage, Report
+
+if TYPE_CHECKING:
+    from coordinator.exchange import Exchange
+
+OUTBOX_MESSAGES: Final = 64
+
+NodeState = Literal["joining", "loading", "active", "lagging", "left"]
+
+
+class Outbox:
+    """Orders for one node: bounded, read by one reader."""
+
+    def __init__(self, limit: int = OUTBOX_MESSAGES) -> None:
+        self._limit = limit
+        self._messages: deque[CoordinatorMessage] = deque()
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.on_close: Callable[[], None] | None = None  # set by the transport: wake a blocked write
+
+    def put(self, message: CoordinatorMessage) -> bool:
+        """Append; ``False`` if the outbox is full or closed."""
+        if self._closed or len(self._messages) >= self._limit:
+            return False
+        self._messages.append(message)
+        self._wake()
+        return True
+
+    def close(self) -> None:
+        """No more orders; what is queued can still be read."""
+        self._closed = True
+        self._wake()
+        if self.on_close is not None:
+            self.on_close()
+
+    async def get(self) -> CoordinatorMessage | None:
+        """The next order, ``None`` after the last. A reader that has to end is cancelled."""
+        while not self._messages:
+            if self._closed:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._messages.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(eq=False)
+class Node:
+    """One admitted node.
+
+    Attributes:
+        node: identity within the run.
+        claimed_round, claimed_digest: the shared state that it held when it joined.
+        position: first round whose result it has not been given.
+        opened: last round whose RoundOpen it was sent.
+        first_round: first round that it was a member of.
+        seen_at: when it last said something, on the coordinator's clock.
+    """
+
+    node: str
+    name: str
+    address: str
+    secret: str
+    weight: int
+    claimed_round: int
+    claimed_digest: str
+    needs_state: bool
+    seen_at: float
+    state: NodeState = "joining"
+    position: int = 0
+    opened: int = -1
+    first_round: int = 0
+    outbox: Outbox | None = None  # while its session is open
+    exchange: Exchange | None = None
+    stopping: str = ""  # why it was told to leave
+    left_cleanly: bool = False
+    deviated: bool = False  # its state is not the common one
+    bytes_in: int = 0  # from the node, messages as they travel
+    bytes_out: int = 0
+    report: Report = field(default_factory=lambda: Report(loss=math.nan))
+    compute_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    agreement: float = math.nan
+    missed: int = 0
+    silent_at: int = -1  # last round at whose deadline it had sent nothing
+    silent_streak: int = 0  # how many such rounds since it was last in time
+    abstained: int = 0
+    reason: str = ""
+
+    @property
+    def in_session(self) -> bool:
+        """Whether it can be given orders."""
+        return self.outbox is not None and not self.stopping
+
+    def send(self, message: CoordinatorMessage) -> bool:
+        """Queue an order; ``False`` if the node does not read its orders."""
+        return self.outbox is not None and self.outbox.put(message)
+
+    def take(self, report: Report) -> None:
+        """Keep the node's last report."""
+        self.report = report
+        self.compute_seconds += max(0.0, report.compute_seconds)
+        self.busy_seconds += max(0.0, report.busy_seconds)

@@ -1,0 +1,35 @@
+"""A thread for CPU work, so that the event loop is never blocked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+Done = Callable[["list[bytes] | None", "BaseException | None"], None]
+
+
+class ThreadPool:
+    """One worker thread: jobs run in the order of their submission. Kernels release the GIL."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.get_running_loop()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reducer")
+
+    def submit(self, work: Callable[[], list[bytes]], done: Done) -> Future[list[bytes]]:
+        """Run ``work``, then call ``done(outcome, error)`` on the loop; dropped if the loop has closed."""
+
+        def finished(future: Future[list[bytes]]) -> None:
+            error = future.exception()
+            outcome = None if error else future.result()
+            with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                self._loop.call_soon_threadsafe(done, outcome, error)
+
+        future = self._executor.submit(work)
+        future.add_done_callback(finished)
+        return future
+
+    def close(self) -> None:
+        """Wait for the running job and end the thread."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,54 @@
+"""Refusals: why the coordinator does not take what a peer sent; a kind to count and a text for people."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+Code = Literal[
+    "INVALID_ARGUMENT",
+    "FAILED_PRECONDITION",
+    "UNAUTHENTICATED",
+    "ALREADY_EXISTS",
+    "NOT_FOUND",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "ABORTED",
+    "UNAVAILABLE",
+]
+
+# A contribution, or a stream that should have been one.
+TRUNCATED: Final = "truncated"
+OVERSIZED: Final = "oversized"
+OUT_OF_ORDER: Final = "out-of-order"
+BAD_FRAME: Final = "bad-frame"
+BAD_DIGEST: Final = "bad-digest"
+BAD_WEIGHT: Final = "bad-weight"
+WRONG_TABLE: Final = "wrong-table"
+WRONG_ROUND: Final = "wrong-round"
+NOT_FINITE: Final = "not-finite"
+NOT_A_MEMBER: Final = "not-a-member"
+# Ignored: the sender gets the stored result instead.
+DUPLICATE: Final = "duplicate"
+LATE: Final = "late"
+# Everything else.
+JOIN: Final = "join-refused"
+BAD_TOKEN: Final = "bad-token"
+BAD_SESSION: Final = "bad-session"
+SECOND_SESSION: Final = "second-session"
+BAD_MESSAGE: Final = "bad-message"
+BAD_TRANSFER: Final = "bad-transfer"
+STALLED: Final = "stalled"
+REPLACED: Final = "replaced-stream"
+BROKEN: Final = "broken-stream"
+DIGEST_MISMATCH: Final = "digest-mismatch"
+FELL_BEHIND: Final = "fell-behind"
+
+
+class Refused(Exception):
+    """``kind`` is counted, ``text`` says what was wrong and what to do, ``code`` is gRPC's status name."""
+
+    def __init__(self, kind: str, text: str, code: Code = "INVALID_ARGUMENT") -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.text = text
+        self.code: Code = code

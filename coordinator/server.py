@@ -1,0 +1,333 @@
+"""The transport of the hub: a thin gRPC layer, generic handlers with raw bytes.
+
+It checks the token, finds the session, counts bytes and turns refusals into status codes; decisions are the
+hub's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from coordinator.hub import Hub
+from coordinator.nodes import Node
+from coordinator.refusal import BAD_MESSAGE, BAD_TOKEN, BAD_TRANSFER, Refused
+from protos.address import Address
+from protos.atoll_pb2 import GetRunRequest, JoinRequest, StateReceipt, StatusRequest
+from protos.grpc_options import SERVER_OPTIONS
+from protos.wire import BULK_SERVICE, CONTROL_SERVICE, SESSION_KEY, TOKEN_KEY
+
+log = logging.getLogger(__name__)
+
+Context = Any  # grpc.aio.ServicerContext[bytes, bytes]; the stubs lack its read and write
+M = TypeVar("M", bound=Message)
+
+STOP_GRACE: Final = 2.0  # seconds for open calls to end by themselves
+BREAK_GRACE: Final = 0.05  # seconds in which a broken call, which first looks like an ended one, is cancelled
+
+
+class ListenError(OSError):
+    """The coordinator cannot listen; the text names the address, the cause and what to do."""
+
+
+class Server:
+    """A listening coordinator.
+
+    Attributes:
+        address: where it listens, with the real port.
+    """
+
+    def __init__(self, server: grpc.aio.Server, address: Address) -> None:
+        self.address = address
+        self._server = server
+
+    async def stop(self, grace: float = STOP_GRACE) -> None:
+        """Close the port at once, give open calls ``grace`` seconds, then cut them."""
+        await self._server.stop(grace)
+
+
+async def serve(hub: Hub, listen: Address | str, token: str) -> Server:
+    """Listen on ``listen`` (port 0: a free one) and serve ``hub`` to whoever holds ``token``.
+
+    Raises:
+        ListenError: the port is taken, or the address cannot be used.
+    """
+    address = Address.parse(listen) if isinstance(listen, str) else listen
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    calls = _Calls(hub, token)
+    server.add_generic_rpc_handlers(calls.handlers())
+    try:
+        port = server.add_insecure_port(str(address))
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise ListenError(await asyncio.to_thread(_why_not, address))
+    await server.start()
+    return Server(server, Address(address.host, port))
+
+
+def _why_not(address: Address) -> str:
+    """The cause of a failed bind, which gRPC does not tell."""
+    advice = "choose another address with [coordinator] listen"
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        return f"cannot listen on {address}: the host name cannot be resolved ({error}); {advice}"
+    for family, kind, protocol, _, where in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(where)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return (
+                        f"cannot listen on {address}: port {address.port} is in use by another program; stop "
+                        "that (perhaps another coordinator), or choose another port with [coordinator] "
+                        "listen (port 0 takes a free one)"
+                    )
+                return f"cannot listen on {address}: {os.strerror(error.errno or 0)}; {advice}"
+    return f"cannot listen on {address}; {advice}"
+
+
+class _Interrupted(Exception):
+    """A write was given up because the hub has closed the stream."""
+
+
+class _Stream:
+    """One call's messages: counts bytes, and can be interrupted while the peer does not read."""
+
+    def __init__(self, context: Context, hub: Hub, node: Node) -> None:
+        self._context = context
+        self._hub = hub
+        self._node = node
+        self._task = asyncio.current_task()
+        self._writing = False
+        self._interrupted = False
+
+    async def write(self, message: bytes) -> None:
+        """Send; raises :class:`_Interrupted` after :meth:`interrupt`."""
+        self._writing = True
+        try:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            if self._interrupted:
+                raise _Interrupted from None
+            raise
+        finally:
+            self._writing = False
+        self._hub.bytes_out += len(message)
+        self._node.bytes_out += len(message)
+
+    async def read(self) -> bytes | None:
+        """The next message, ``None`` at the end of the peer's side."""
+        message = await self._context.read()
+        if not isinstance(message, bytes):  # EOF
+            return None
+        self._hub.bytes_in += len(message)
+        self._node.bytes_in += len(message)
+        return message
+
+    def interrupt(self) -> None:
+        """End a write that the peer's flow control holds up."""
+        if self._writing and self._task is not None:
+            self._interrupted = True
+            self._task.cancel()
+
+
+class _Calls:
+    """The handlers of both services."""
+
+    def __init__(self, hub: Hub, token: str) -> None:
+        self._hub = hub
+        self._token = token.encode()
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
+        """Generic handlers without (de)serializers: messages are bytes."""
+        unary, bidi = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        control: dict[str, Any] = {
+            "GetRun": unary(self._guard(self._get_run)),
+            "Join": unary(self._guard(self._join)),
+            "GetStatus": unary(self._guard(self._get_status)),
+            "Session": bidi(self._guard(self._session)),
+        }
+        bulk: dict[str, Any] = {
+            "Exchange": bidi(self._guard(self._exchange)),
+            "PutState": grpc.stream_unary_rpc_method_handler(self._guard(self._put_state)),
+            "GetState": grpc.unary_stream_rpc_method_handler(self._guard(self._get_state)),
+        }
+        return (
+            grpc.method_handlers_generic_handler(CONTROL_SERVICE, control),
+            grpc.method_handlers_generic_handler(BULK_SERVICE, bulk),
+        )
+
+    def _guard(
+        self, call: Callable[[Any, Context], Awaitable[bytes | None]]
+    ) -> Callable[..., Awaitable[bytes | None]]:
+        """Check the token; turn refusals into status codes and keep the text of other errors at home."""
+
+        async def guarded(request: Any, context: Context) -> bytes | None:
+            try:
+                self._check_token(context)
+                return await call(request, context)
+            except Refused as refused:
+                await context.abort(getattr(grpc.StatusCode, refused.code), refused.text)
+            except (asyncio.CancelledError, grpc.RpcError, grpc.aio.AbortError):
+                raise
+            except Exception:
+                log.exception("a call failed")
+                await context.abort(grpc.StatusCode.INTERNAL, "the coordinator failed; its log tells why")
+            return None
+
+        return guarded
+
+    def _metadata(self, context: Context, key: str) -> str:
+        for name, value in context.invocation_metadata() or ():
+            if name == key:
+                return value if isinstance(value, str) else ""
+        return ""
+
+    def _check_token(self, context: Context) -> None:
+        given = self._metadata(context, TOKEN_KEY).encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self._token):
+            self._hub.count(BAD_TOKEN)
+            raise Refused(
+                BAD_TOKEN, "the invite's token is not this run's: ask for a new invite", "UNAUTHENTICATED"
+            )
+
+    def _node(self, context: Context) -> Node:
+        return self._hub.node_of(self._metadata(context, SESSION_KEY))
+
+    def _parse(self, kind: type[M], data: bytes) -> M:
+        self._hub.bytes_in += len(data)
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            self._hub.count(BAD_MESSAGE)
+            raise Refused(BAD_MESSAGE, f"the {kind.DESCRIPTOR.name} cannot be read") from error
+
+    def _reply(self, message: Message) -> bytes:
+        data = message.SerializeToString()
+        self._hub.bytes_out += len(data)
+        return data
+
+    # --------------------------------------------------------------------------------------------- control
+
+    async def _get_run(self, request: bytes, context: Context) -> bytes:
+        return self._reply(self._hub.get_run(self._parse(GetRunRequest, request)))
+
+    async def _join(self, request: bytes, context: Context) -> bytes:
+        return self._reply(self._hub.join(self._parse(JoinRequest, request), context.peer()))
+
+    async def _get_status(self, request: bytes, context: Context) -> bytes:
+        self._parse(StatusRequest, request)
+        return self._reply(self._hub.status())
+
+    async def _session(self, requests: Any, context: Context) -> None:
+        node = self._node(context)
+        outbox = self._hub.open_session(node)
+        stream = _Stream(context, self._hub, node)
+        outbox.on_close = stream.interrupt
+
+        async def listen() -> None:
+            while (message := await stream.read()) is not None:
+                self._hub.message(node, message)
+            self._hub.close_session(node, "its session ended")
+
+        listening = asyncio.create_task(listen(), name=f"session of {node.node}")
+        try:
+            while (order := await outbox.get()) is not None:
+                await stream.write(order.SerializeToString())
+        except _Interrupted:
+            raise Refused("", f"the session has ended: {node.reason}", "ABORTED") from None
+        finally:
+            await _cancelled(listening)
+            self._hub.close_session(node, "its session broke off")
+
+    # --------------------------------------------------------------------------------------------- bulk
+
+    async def _exchange(self, requests: Any, context: Context) -> None:
+        node = self._node(context)
+        exchange = self._hub.open_exchange(node)
+        stream = _Stream(context, self._hub, node)
+        exchange.on_close = stream.interrupt
+
+        async def upload() -> None:
+            while (message := await stream.read()) is not None:
+                exchange.feed(message)
+            if exchange.unfinished:
+                await asyncio.sleep(BREAK_GRACE)
+                exchange.ended()
+
+        uploading = None
+        try:
+            first = await stream.read()
+            if first is None:
+                await asyncio.sleep(BREAK_GRACE)
+                exchange.ended()
+            else:
+                exchange.feed(first)
+                uploading = asyncio.create_task(upload(), name=f"upload of {node.node}")
+            while (frame := await exchange.next_frame()) is not None:
+                await stream.write(frame)
+        except _Interrupted:
+            raise exchange.refusal or Refused("", "the exchange has ended", "ABORTED") from None
+        finally:
+            exchange.broke()
+            if uploading is not None:
+                await _cancelled(uploading)
+
+    async def _put_state(self, requests: Any, context: Context) -> bytes:
+        node = self._node(context)
+        stream = _Stream(context, self._hub, node)
+        message = await stream.read()
+        if message is None:
+            raise Refused(BAD_TRANSFER, "the upload of a state ended before its header")
+        transfer = self._hub.upload(node, message)
+        try:
+            while not await transfer.feed(message):
+                message = await stream.read()
+                if message is None:
+                    raise Refused(
+                        BAD_TRANSFER, f"the upload of the state ended after {transfer.relayed} bytes"
+                    )
+        except Refused as refused:
+            self._hub.count(refused.kind)
+            transfer.fail(refused.text)
+            raise
+        except BaseException:
+            transfer.fail(f"the upload of {node.node} broke off after {transfer.relayed} bytes")
+            raise
+        return self._reply(StateReceipt(nbytes=transfer.relayed))
+
+    async def _get_state(self, request: bytes, context: Context) -> None:
+        node = self._node(context)
+        self._hub.bytes_in += len(request)
+        lane = self._hub.download(node, request)
+        stream = _Stream(context, self._hub, node)
+        lane.on_close = stream.interrupt
+        try:
+            while (message := await lane.get()) is not None:
+                await stream.write(message)
+        except _Interrupted:
+            raise lane.error or Refused("", "the transfer has ended", "ABORTED") from None
+        finally:
+            if not lane.finished:
+                self._hub.download_broke(node, lane)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel ``task`` and wait for its end."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

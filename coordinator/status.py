@@ -1,0 +1,65 @@
+"""The status of a run, for people and for the ``status`` command."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from coordinator.nodes import Node
+from protos.atoll_pb2 import NodeStatus, StatusReply
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
+
+
+def reason_of(run: Run) -> str:
+    """Why the run is in its phase, in words."""
+    if run.phase == "syncing" and run.syncing is not None:
+        return run.syncing.reason
+    if run.phase == "training" and run.active is not None:
+        return f"round {run.round}: {run.active.waiting()}"
+    return run.reason
+
+
+def node_status(node: Node) -> NodeStatus:
+    """One node's line; bytes as this side counted them."""
+    busy = node.busy_seconds
+    return NodeStatus(
+        node=node.node,
+        name=node.name,
+        state=node.state,
+        round=node.report.round,
+        loss=node.report.loss,
+        bytes_up=node.bytes_in,
+        bytes_down=node.bytes_out,
+        agreement=node.agreement,
+        missed=node.missed,
+        abstained=node.abstained,
+        compute_share=min(1.0, node.compute_seconds / busy) if busy > 0 else math.nan,
+        address=node.address,
+    )
+
+
+def status_of(run: Run, now: float, bytes_in: int, bytes_out: int) -> StatusReply:
+    """The whole status; nodes that have left come last, in the state ``"left"``."""
+    plan = run.plan
+    return StatusReply(
+        run=plan.name,
+        run_digest=plan.run_digest,
+        method=plan.method,
+        phase=run.phase,
+        reason=reason_of(run),
+        round=run.round,
+        rounds=plan.rounds,
+        epoch=run.registry.roster.epoch,
+        parameters=run.table.elements,
+        payload_bytes=run.table.nbytes,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        agreement=run.history.agreement,
+        nodes=[node_status(node) for node in (*run.registry.nodes.values(), *run.registry.left)],
+        curve=run.history.curve(),
+        counters=dict(run.counters),
+        seconds=0.0 if run.started_at is None else (run.ended_at or now) - run.started_at,
+        state_digest=run.history.agreed_digest,
+    )

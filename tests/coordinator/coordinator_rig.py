@@ -1,0 +1,309 @@
+"""What the coordinator's tests share: a virtual clock, pools, and nodes without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from coordinator.exchange import Exchange
+from coordinator.hub import Hub
+from coordinator.nodes import Node
+from coordinator.plan import RunPlan
+from coordinator.rounds import Policy
+from protos import atoll_pb2 as pb
+from protos import wire
+from protos.buckets import Bucket, BucketTable
+
+DEADLINE = 30.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
+T = TypeVar("T")
+
+
+async def soon(awaitable: Awaitable[T]) -> T:
+    """Wait, but not for ever."""
+    return await asyncio.wait_for(awaitable, DEADLINE)
+
+
+class VirtualTimer:
+    """Time that passes only by :meth:`advance`; alarms ring at exactly their time."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+        self._alarms: list[tuple[float, int, _Alarm]] = []
+        self._numbers = itertools.count()
+
+    def now(self) -> float:
+        return self.time
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> _Alarm:
+        alarm = _Alarm(callback)
+        heapq.heappush(self._alarms, (when, next(self._numbers), alarm))
+        return alarm
+
+    def advance(self, seconds: float) -> None:
+        end = self.time + seconds
+        while self._alarms and self._alarms[0][0] <= end:
+            when, _, alarm = heapq.heappop(self._alarms)
+            if alarm.callback is not None:
+                self.time = max(self.time, when)
+                alarm.callback()
+        self.time = end
+
+    def oversleep(self, seconds: float) -> None:
+        """The process does not run for a while: what was due rings late."""
+        self.time += seconds
+        self.advance(0.0)
+
+
+class _Alarm:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class InlinePool:
+    """Runs jobs at once."""
+
+    def submit(self, work: Callable[[], list[bytes]], done: Callable[..., None]) -> Future[list[bytes]]:
+        future: Future[list[bytes]] = Future()
+        try:
+            frames = work()
+        except Exception as error:
+            future.set_exception(error)
+            done(None, error)
+        else:
+            future.set_result(frames)
+            done(frames, None)
+        return future
+
+
+class HeldPool:
+    """Keeps jobs until :meth:`run`."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Callable[[], list[bytes]], Callable[..., None]]] = []
+
+    def submit(self, work: Callable[[], list[bytes]], done: Callable[..., None]) -> Future[list[bytes]]:
+        self.jobs.append((work, done))
+        return Future()
+
+    def run(self) -> None:
+        while self.jobs:
+            work, done = self.jobs.pop(0)
+            done(work(), None)
+
+
+def slow_tally(
+    votes: Sequence[np.ndarray], weights: Sequence[int] | None = None, *, casting: int, out: Any = None
+) -> np.ndarray:
+    """The majority as a sum of signs: the definition, independent of the kernels."""
+    signs = np.stack([np.unpackbits(vote, bitorder="little").astype(np.int64) * 2 - 1 for vote in votes])
+    total = (signs * np.asarray(weights or [1] * len(votes))[:, None]).sum(0)
+    bits = np.where(total == 0, signs[casting] > 0, total > 0)
+    result = np.packbits(bits, bitorder="little")
+    if out is not None:
+        out[:] = result
+    return result
+
+
+def voted_table(lines: int = 2) -> BucketTable:
+    """One voted bucket of ``lines`` * 64 bytes."""
+    return BucketTable((Bucket.of("w", "majority", [("w", (lines * 512,))]),))
+
+
+def mixed_table() -> BucketTable:
+    """Votes, a mean, votes: 64 + 128 + 192 bytes, with padding in each."""
+    return BucketTable(
+        (
+            Bucket.of("a", "majority", [("a", (20, 25))]),
+            Bucket.of("b", "mean", [("b", (17,))]),
+            Bucket.of("c", "majority", [("c", (1100,))]),
+        )
+    )
+
+
+def make_plan(**changes: Any) -> RunPlan:
+    values: dict[str, Any] = {
+        "name": "test",
+        "run_file": "[run]\n",
+        "run_digest": "run-digest",
+        "method": "sign-muon",
+        "rounds": 4,
+        "nodes": 3,
+        "evaluate_every": 0,
+        "batch": 4,
+        "policy": Policy(deadline=10.0, start_timeout=60.0, quorum=0.6),
+    }
+    return RunPlan(**{**values, **changes})
+
+
+def join_request(table: BucketTable, **changes: Any) -> pb.JoinRequest:
+    values: dict[str, Any] = {
+        "protocol": wire.PROTOCOL,
+        "name": "host",
+        "run_digest": "run-digest",
+        "table_digest": table.digest,
+        "data_digest": "data",
+        "dtype": "float32",
+        "state_digest": "s0",
+        "round": 0,
+        "weight": 1,
+    }
+    return pb.JoinRequest(**{**values, **changes})
+
+
+def contribution_frames(
+    order: pb.RoundOpen, table: BucketTable, payload: bytes, *, chunk: int = wire.CHUNK_BYTES, **changes: Any
+) -> list[bytes]:
+    """HEADER, CHUNKs, END; ``changes`` are fields of the header."""
+    values: dict[str, Any] = {
+        "round": order.round,
+        "epoch": order.epoch,
+        "table_digest": table.digest,
+        "nbytes": len(payload),
+        "weight": 1,
+    }
+    header = pb.ContributionHeader(**{**values, **changes})
+    chunks = [
+        wire.encode_frame(wire.CHUNK, payload[start : start + chunk], offset=start)
+        for start in range(0, len(payload), chunk)
+    ]
+    return [wire.encode_frame(wire.HEADER, header.SerializeToString()), *chunks, end_frame(payload)]
+
+
+def abstain_frames(order: pb.RoundOpen, reason: str = "loss is nan") -> list[bytes]:
+    header = pb.ContributionHeader(round=order.round, epoch=order.epoch, abstain=True, reason=reason)
+    return [wire.encode_frame(wire.HEADER, header.SerializeToString()), end_frame(b"")]
+
+
+def end_frame(payload: bytes) -> bytes:
+    end = pb.ContributionEnd(payload_digest=wire.payload_digest(payload))
+    return wire.encode_frame(wire.END, end.SerializeToString())
+
+
+class Download:
+    """A result put together from its frames."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.payload = bytearray(nbytes)
+        self.received = 0
+        self.attempt = 0
+        self.restarts = 0
+        self.commit: pb.Commit | None = None
+
+    def add(self, message: bytes) -> None:
+        frame = wire.decode_frame(message)
+        if frame.kind == wire.RESTART:
+            self.restarts += 1
+            self.attempt, self.received = frame.attempt, 0
+        elif frame.kind == wire.CHUNK:
+            assert frame.attempt == self.attempt, "a chunk of an attempt that was not announced"
+            assert frame.offset == self.received
+            self.received += len(frame.body)
+            self.payload[frame.offset : self.received] = frame.body
+        else:
+            assert frame.kind == wire.COMMIT
+            self.commit = pb.Commit.FromString(bytes(frame.body))
+            assert self.commit.nbytes == self.received
+            if self.received:
+                assert self.commit.payload_digest == wire.payload_digest(self.payload)
+
+
+class FakeNode:
+    """A node that calls the hub directly."""
+
+    def __init__(self, hub: Hub, **changes: Any) -> None:
+        self.hub = hub
+        self.weight = changes.get("weight", 1)
+        self.reply = hub.join(join_request(hub.table, **changes), "ipv4:127.0.0.1:1")
+        self.node: Node = hub.node_of(self.reply.session)
+        self.outbox = hub.open_session(self.node)
+        self.id = self.node.node
+
+    async def order(self) -> pb.CoordinatorMessage | None:
+        return await soon(self.outbox.get())
+
+    async def opened(self, round_index: int | None = None) -> pb.RoundOpen:
+        message = await self.order()
+        assert message is not None and message.WhichOneof("kind") == "round_open", message
+        assert round_index is None or message.round_open.round == round_index
+        return message.round_open
+
+    async def stopped(self) -> pb.Stop:
+        message = await self.order()
+        assert message is not None and message.WhichOneof("kind") == "stop", message
+        return message.stop
+
+    def send(self, order: pb.RoundOpen, payload: bytes, **changes: Any) -> Exchange:
+        """Deliver a whole contribution."""
+        frames = contribution_frames(order, self.hub.table, payload, **{"weight": self.weight, **changes})
+        return self.feed(*frames)
+
+    def abstain(self, order: pb.RoundOpen, reason: str = "loss is nan") -> Exchange:
+        return self.feed(*abstain_frames(order, reason))
+
+    def feed(self, *frames: bytes) -> Exchange:
+        exchange = self.hub.open_exchange(self.node)
+        for frame in frames:
+            exchange.feed(frame)
+        return exchange
+
+    async def receive(self, exchange: Exchange) -> Download:
+        download = Download(self.hub.table.nbytes)
+        while (frame := await soon(exchange.next_frame())) is not None:
+            download.add(frame)
+        exchange.broke()
+        assert download.commit is not None
+        return download
+
+    def report(self, round_index: int, digest: str, **fields: Any) -> None:
+        values: dict[str, Any] = {"round": round_index, "state_digest": digest, "loss": 2.0, "tokens": 8}
+        self.hub.message(
+            self.node, pb.NodeMessage(report=pb.Report(**{**values, **fields})).SerializeToString()
+        )
+
+    def ready(self, round_index: int, digest: str) -> None:
+        message = pb.NodeMessage(ready=pb.Ready(round=round_index, state_digest=digest))
+        self.hub.message(self.node, message.SerializeToString())
+
+    def heartbeat(self) -> None:
+        self.hub.message(self.node, pb.NodeMessage(heartbeat=pb.Heartbeat()).SerializeToString())
+
+    def leave(self, reason: str = "done") -> None:
+        self.hub.message(self.node, pb.NodeMessage(leave=pb.Leave(reason=reason)).SerializeToString())
+
+    def die(self) -> None:
+        """The process is gone: its streams break."""
+        if self.node.exchange is not None:
+            self.node.exchange.broke()
+        self.hub.close_session(self.node, "its session broke off")
+
+
+def random_payload(seed: int, table: BucketTable) -> bytes:
+    """Votes and finite fp32 values."""
+    rng = np.random.default_rng(seed)
+    payload = rng.integers(0, 256, table.nbytes, dtype=np.uint8)
+    for rule, start, end in table.sections():
+        if rule == "mean":
+            payload[start:end] = rng.standard_normal((end - start) // 4).astype("<f4").view(np.uint8)
+    return payload.tobytes()
+
+
+async def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Let the loop run until something has become true."""
+
+    async def watch() -> None:
+        while not condition():
+            await asyncio.sleep(0.002)
+
+    try:
+        await soon(watch())
+    except asyncio.TimeoutError:
+        raise AssertionError(f"{what} did not happen within {DEADLINE:g} s") from None

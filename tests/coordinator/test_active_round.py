@@ -1,0 +1,419 @@
+"""The round in flight: order of arrival, speculation, restarts, and jobs that come back too late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound, Member, Pool, Reducing
+from coordinator.contribution import Contribution
+from coordinator.reducer import Slab, cut, padding_bits
+from coordinator.refusal import Refused
+from coordinator.rounds import Policy, State, Verdict, casting_index
+from optim.bits import tally
+from protos.atoll_pb2 import ContributionHeader
+from protos.buckets import BucketTable
+from protos.wire import CHUNK, decode_frame, encode_frame
+from tests.coordinator.coordinator_rig import (
+    HeldPool,
+    InlinePool,
+    VirtualTimer,
+    end_frame,
+    mixed_table,
+    random_payload,
+    slow_tally,
+    voted_table,
+)
+
+BIG_PIECE = 192 << 10  # more than is reduced inline with two voters
+POLICY = Policy(deadline=10.0, start_timeout=60.0, quorum=0.6)
+
+
+class Case:
+    def __init__(
+        self,
+        members: int = 3,
+        *,
+        table: BucketTable | None = None,
+        pool: Pool | None = None,
+        lagging: Sequence[int] = (),
+        piece: int = 64,
+        round_index: int = 5,
+        tally: Any = tally,
+    ) -> None:
+        self.table = table or voted_table(8)
+        self.timer = VirtualTimer()
+        self.closed: list[Verdict] = []
+        rows = Slab(self.table.nbytes).rows(members)
+        self.payloads = [random_payload(i, self.table) for i in range(members)]
+        self.round = ActiveRound(
+            round_index,
+            2,
+            [
+                Member(f"n{i}", 1, row, State.LAGGING if i in lagging else State.EXPECTED)
+                for i, row in enumerate(rows)
+            ],
+            policy=POLICY,
+            reducing=Reducing(
+                self.table,
+                cut(self.table, piece),
+                tally,
+                pool or InlinePool(),
+                padding_bits(self.table),
+                self.table.sections(),
+            ),
+            timer=self.timer,
+            on_close=lambda active, verdict: self.closed.append(verdict),
+        )
+        self.round.begin()
+
+    def begin(self, i: int) -> Contribution:
+        header = ContributionHeader(
+            round=5, epoch=2, table_digest=self.table.digest, nbytes=self.table.nbytes, weight=1
+        )
+        contribution = self.round.accept(f"n{i}", header)
+        assert contribution is not None
+        return contribution
+
+    def upload(self, i: int, contribution: Contribution, stop: int, payload: bytes | None = None) -> None:
+        body = (payload or self.payloads[i])[contribution.received : stop]
+        frame = encode_frame(CHUNK, body, offset=contribution.received)
+        contribution.feed(decode_frame(frame))
+        self.round.delivered(f"n{i}", contribution)
+
+    def finish(self, i: int, contribution: Contribution, payload: bytes | None = None) -> None:
+        if contribution.received < self.table.nbytes:
+            self.upload(i, contribution, self.table.nbytes, payload)
+        contribution.feed(decode_frame(end_frame(payload or self.payloads[i])))
+        self.round.delivered(f"n{i}", contribution)
+
+    def deliver(self, *nodes: int) -> None:
+        for i in nodes:
+            self.finish(i, self.begin(i))
+
+    def abstain(self, i: int) -> None:
+        assert self.round.accept(f"n{i}", ContributionHeader(epoch=2, abstain=True)) is None
+
+    def result(self) -> bytes:
+        return b"".join(bytes(decode_frame(frame).body) for frame in self.round.result.frames)
+
+    def expected(self, *voters: int, payloads: Sequence[bytes] | None = None) -> bytes:
+        votes = [np.frombuffer((payloads or self.payloads)[i], np.uint8) for i in voters]
+        return slow_tally(votes, casting=casting_index(self.round.round, [str(v) for v in voters])).tobytes()
+
+
+@settings(max_examples=24)
+@given(st.permutations(range(4)))
+def test_the_order_of_arrival_changes_nothing(order: list[int]) -> None:
+    case = Case(4)
+    case.deliver(*order)
+    assert case.closed[0].voters == ("n0", "n1", "n2", "n3")
+    assert case.result() == case.expected(0, 1, 2, 3)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_interleaved_uploads_and_departures(data: st.DataObject) -> None:
+    """Any interleaving of chunks with deaths, breaks, refusals, abstentions: one correct commit."""
+    case = Case(4)
+    uploads: dict[int, Contribution] = {}
+    breaks = dict.fromkeys(range(4), 0)
+    active = set(range(4))
+    while active and not case.closed:
+        i = data.draw(st.sampled_from(sorted(active)))
+        event = data.draw(st.sampled_from(["finish"] * 2 + ["chunk"] * 6 + ["die", "break", "refuse"]))
+        if i not in uploads:
+            if event == "die" or (event == "refuse" and data.draw(st.booleans())):
+                case.round.departed(f"n{i}")
+                active.discard(i)
+            elif event == "refuse":
+                case.abstain(i)
+                active.discard(i)
+            else:
+                uploads[i] = case.begin(i)
+            continue
+        contribution = uploads[i]
+        if event == "chunk" and contribution.received < case.table.nbytes:
+            case.upload(i, contribution, data.draw(st.integers(contribution.received + 1, case.table.nbytes)))
+        elif event == "finish":
+            case.finish(i, contribution)
+            active.discard(i)
+        elif event == "die":
+            case.round.lost(f"n{i}", contribution)
+            case.round.departed(f"n{i}")
+            active.discard(i)
+        elif event == "break" and breaks[i] + 1 < MAX_BROKEN_STREAMS:
+            breaks[i] += 1
+            case.round.lost(f"n{i}", contribution)
+            del uploads[i]
+        elif event == "refuse":
+            case.round.refuse(f"n{i}", contribution)
+            active.discard(i)
+    assert len(case.closed) == 1
+    verdict = case.closed[0]
+    if verdict.action == "fail":
+        assert not any(member.live for member in case.round.members.values())
+        return
+    voters = [int(node[1:]) for node in verdict.voters]
+    states = {node: member.state for node, member in case.round.members.items()}
+    assert all((states[f"n{i}"] is State.COMPLETE) == (i in voters) for i in range(4))
+    assert case.round.result.committed
+    assert case.result() == (case.expected(*voters) if voters else b"")
+
+
+def test_pieces_are_published_as_soon_as_all_have_delivered_them() -> None:
+    case = Case(2)
+    a, b = case.begin(0), case.begin(1)
+    case.upload(0, a, 200)
+    assert case.round.result.frames == []
+    case.upload(1, b, 100)
+    assert len(case.round.result.frames) == 1
+    case.upload(1, b, 512)
+    assert len(case.round.result.frames) == 3
+    assert not case.round.result.committed
+    case.finish(0, a)
+    assert len(case.round.result.frames) == 8
+    assert not case.round.result.committed  # the END of b is missing
+    case.finish(1, b)
+    assert case.round.result.committed and case.round.result.attempt == 0
+
+
+def test_a_member_that_dies_after_pieces_were_sent_restarts_the_attempt() -> None:
+    case = Case(3)
+    uploads = [case.begin(i) for i in range(3)]
+    for i, upload in enumerate(uploads):
+        case.upload(i, upload, 256)
+    assert len(case.round.result.frames) == 4
+    case.round.lost("n1", uploads[1])
+    case.round.departed("n1")
+    assert case.round.result.attempt == 1
+    for i in (0, 2):
+        case.finish(i, uploads[i])
+    assert case.closed[0].voters == ("n0", "n2")
+    assert case.result() == case.expected(0, 2)
+    assert {decode_frame(frame).attempt for frame in case.round.result.frames} == {1}
+
+
+def test_a_member_that_dies_before_pieces_were_sent_costs_nothing() -> None:
+    case = Case(3)
+    uploads = [case.begin(i) for i in range(2)]
+    case.upload(0, uploads[0], 256)
+    case.round.departed("n2")
+    assert case.round.result.attempt == 0
+    for i in (0, 1):
+        case.finish(i, uploads[i])
+    assert case.round.result.attempt == 0
+    assert case.result() == case.expected(0, 1)
+
+
+def test_a_member_that_dies_after_its_contribution_still_counts() -> None:
+    case = Case(3)
+    case.deliver(1)
+    case.round.departed("n1")
+    case.deliver(0, 2)
+    assert case.closed[0].voters == ("n0", "n1", "n2")
+    assert case.result() == case.expected(0, 1, 2)
+
+
+def test_a_broken_stream_may_be_sent_again_even_with_other_bytes() -> None:
+    case = Case(2)
+    a, b = case.begin(0), case.begin(1)
+    case.upload(0, a, 256)
+    case.upload(1, b, 256)
+    case.round.lost("n1", b)
+    other = random_payload(99, case.table)
+    again = case.begin(1)
+    case.finish(1, again, other)
+    case.finish(0, a)
+    assert case.result() == case.expected(0, 1, payloads=[case.payloads[0], other])
+    assert case.round.result.attempt == 1
+
+
+def test_a_stream_that_keeps_breaking_is_not_waited_for() -> None:
+    case = Case(2)
+    case.deliver(0)
+    for _ in range(MAX_BROKEN_STREAMS):
+        contribution = case.begin(1)
+        case.upload(1, contribution, 64)
+        case.round.lost("n1", contribution)
+    assert case.closed[0].voters == ("n0",)
+
+
+def test_the_end_of_an_old_stream_does_not_harm_the_new_one() -> None:
+    case = Case(1)
+    old = case.begin(0)
+    case.upload(0, old, 64)
+    case.round.lost("n0", old)
+    new = case.begin(0)
+    case.round.lost("n0", old)
+    case.round.refuse("n0", old)
+    case.finish(0, new)
+    assert case.closed[0].voters == ("n0",)
+
+
+def test_a_second_contribution_is_a_duplicate() -> None:
+    case = Case(2)
+    case.deliver(0)
+    with pytest.raises(Refused, match="n0 has already delivered for round 5") as refused:
+        case.begin(0)
+    assert refused.value.kind == "duplicate"
+    case.abstain(0)  # asking for the result again is no contribution
+    assert case.round.members["n0"].state is State.COMPLETE
+
+
+def test_after_a_refusal_there_is_no_second_try() -> None:
+    case = Case(2)
+    contribution = case.begin(0)
+    case.round.refuse("n0", contribution)
+    with pytest.raises(Refused) as refused:
+        case.begin(0)
+    assert refused.value.kind == "duplicate"
+    case.deliver(1)
+    assert case.closed[0].voters == ("n1",)
+
+
+def test_another_epoch_is_refused() -> None:
+    case = Case(2)
+    with pytest.raises(Refused, match="belongs to epoch 2, the header says 1"):
+        case.round.accept("n0", ContributionHeader(round=5, epoch=1, abstain=True))
+
+
+def test_the_deadline_drops_who_is_late() -> None:
+    case = Case(3)
+    slow = case.begin(2)
+    case.upload(2, slow, 256)
+    case.deliver(0)
+    case.timer.advance(4.0)
+    case.deliver(1)
+    assert len(case.round.result.frames) == 4  # of three voters, void soon
+    case.timer.advance(5.9)
+    assert not case.closed
+    case.timer.advance(0.1)
+    verdict = case.closed[0]
+    assert (verdict.voters, verdict.silent) == (("n0", "n1"), ("n2",))
+    assert case.result() == case.expected(0, 1)
+    assert case.round.result.attempt == 1
+    case.finish(2, slow)  # too late, ignored
+    assert len(case.closed) == 1 and case.result() == case.expected(0, 1)
+
+
+def test_a_lagging_member_counts_if_it_comes_in_time() -> None:
+    case = Case(3, lagging=[1])
+    case.deliver(0)
+    case.deliver(1)
+    case.deliver(2)
+    assert case.closed[0].voters == ("n0", "n1", "n2")
+    assert case.result() == case.expected(0, 1, 2)
+
+
+def test_nobody_waits_for_a_lagging_member() -> None:
+    case = Case(3, lagging=[1])
+    case.upload(1, case.begin(1), 64)
+    case.deliver(0, 2)
+    assert case.closed[0].voters == ("n0", "n2")
+
+
+def test_everybody_abstains() -> None:
+    case = Case(2)
+    case.abstain(0)
+    assert not case.closed
+    case.abstain(1)
+    assert case.closed[0].voters == ()
+    assert case.round.result.committed and case.round.result.frames == []
+
+
+def test_everybody_dies() -> None:
+    case = Case(2)
+    case.deliver(0)
+    case.round.departed("n0")
+    case.round.departed("n1")
+    assert [verdict.action for verdict in case.closed] == ["fail"]
+    assert not case.round.result.committed
+
+
+def test_a_stopped_process_does_not_count_its_own_absence() -> None:
+    """The deadline rings 100 s late: what has arrived meanwhile must be read before anybody is dropped."""
+    case = Case(3)
+    case.deliver(0, 1)
+    case.timer.oversleep(110.0)
+    assert not case.closed
+    case.deliver(2)
+    assert case.closed[0].voters == ("n0", "n1", "n2")
+
+
+def test_after_its_absence_the_deadline_holds_again() -> None:
+    case = Case(3)
+    case.deliver(0, 1)
+    case.timer.oversleep(110.0)
+    case.timer.advance(1.0)
+    assert case.closed[0].silent == ("n2",)
+
+
+def big() -> BucketTable:
+    return voted_table(2 * BIG_PIECE // 64)
+
+
+def test_a_job_of_a_void_attempt_is_dropped() -> None:
+    pool = HeldPool()
+    case = Case(3, table=big(), pool=pool, piece=BIG_PIECE)
+    uploads = [case.begin(i) for i in range(3)]
+    for i, upload in enumerate(uploads):
+        case.upload(i, upload, BIG_PIECE)
+    assert len(pool.jobs) == 1
+    case.round.lost("n2", uploads[2])
+    case.round.departed("n2")
+    assert len(pool.jobs) == 1  # one at a time: rows may be in use
+    pool.run()
+    for i in (0, 1):
+        case.finish(i, uploads[i])
+    pool.run()
+    assert case.closed[0].voters == ("n0", "n1")
+    assert case.result() == case.expected(0, 1)
+
+
+def test_a_job_that_ends_after_the_round_is_dropped() -> None:
+    pool = HeldPool()
+    case = Case(2, table=big(), pool=pool, piece=BIG_PIECE)
+    uploads = [case.begin(i) for i in range(2)]
+    for i, upload in enumerate(uploads):
+        case.upload(i, upload, BIG_PIECE)
+        case.round.refuse(f"n{i}", upload)
+    assert case.closed[0].voters == ()
+    pool.run()
+    assert case.round.result.frames == []
+
+
+def test_the_commit_waits_for_the_reducer() -> None:
+    pool = HeldPool()
+    case = Case(2, table=big(), pool=pool, piece=BIG_PIECE)
+    case.deliver(0, 1)
+    assert not case.closed and case.round.verdict is not None
+    case.round.departed("n1")  # closing: the voters are fixed
+    pool.run()
+    assert case.closed[0].voters == ("n0", "n1")
+    assert case.result() == case.expected(0, 1)
+
+
+@pytest.mark.parametrize("table", [voted_table(8), big()])
+def test_a_broken_reducer_ends_the_round_with_a_reason(table: BucketTable) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no memory")
+
+    case = Case(2, table=table, tally=broken, piece=BIG_PIECE)
+    case.deliver(0, 1)
+    assert [verdict.action for verdict in case.closed] == ["fail"]
+    assert "the reducer failed in round 5" in case.closed[0].reason
+    assert "no memory" in case.closed[0].reason
+
+
+def test_mixed_buckets() -> None:
+    case = Case(3, table=mixed_table())
+    case.deliver(2, 0, 1)
+    assert case.result()[:64] == case.expected(0, 1, 2)[:64]
+    means = [np.frombuffer(p[64 : 64 + 68], "<f4").astype(np.float64) for p in case.payloads]
+    assert case.result()[64 : 64 + 68] == ((means[0] + means[1] + means[2]) / 3).astype("<f4").tobytes()

@@ -1,0 +1,41 @@
+"""Decisions stay free of networks and clocks, and nothing from a peer is unpickled."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import coordinator
+
+MODULES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
+PURE = ("rounds", "roster", "leases", "reducer", "digests", "admission", "contribution", "refusal")
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of everything a module imports, with the modules of this package in full."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules(name: str) -> None:
+    path = Path(coordinator.__file__).parent / f"{name}.py"
+    banned = {"grpc", "asyncio", "time", "socket", "threading", "random"}
+    assert not {module.split(".")[0] for module in imports(path)} & banned
+    inner = {module.split(".")[1] for module in imports(path) if module.startswith("coordinator.")}
+    assert inner <= set(PURE)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_layers(path: Path) -> None:
+    found = {module.split(".")[0] for module in imports(path)}
+    assert not found & {"pickle", "marshal", "shelve", "torch", "node", "deploy"}
+    if path.stem != "server":
+        assert "grpc" not in found

@@ -1,0 +1,103 @@
+"""What Prometheus sees."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.hub import Hub
+from coordinator.metrics import Metrics, MetricsError, MetricsServer
+from optim.bits import tally
+from protos.address import Address
+from tests.coordinator.coordinator_rig import (
+    FakeNode,
+    InlinePool,
+    VirtualTimer,
+    make_plan,
+    random_payload,
+    voted_table,
+)
+
+LOOPBACK = Address("127.0.0.1", 0)
+
+
+def scrape(address: Address) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_a_run_in_figures() -> None:
+    timer, table = VirtualTimer(), voted_table()
+    hub = Hub(make_plan(nodes=2, rounds=3), table, timer=timer, pool=InlinePool(), tally=tally)
+    metrics = MetricsServer(Metrics(hub), LOOPBACK)
+    try:
+        before = scrape(metrics.address)
+        assert before["atoll_phase", (("phase", "gathering"),)] == 1
+        assert before["atoll_rounds_committed_total", ()] == 0
+        nodes = [FakeNode(hub, name=f"host-{i}") for i in range(2)]
+        orders = [await node.opened() for node in nodes]
+        timer.advance(2.0)
+        nodes[0].send(orders[0], random_payload(0, table))
+        timer.advance(0.5)
+        nodes[1].send(orders[1], random_payload(1, table))
+        agreement = scrape(metrics.address)["atoll_agreement", ()]
+        nodes[0].report(0, "a", loss=3.0, evaluated=True, validation_loss=2.5, bits_per_byte=3.6)
+        nodes[1].report(0, "b", loss=1.0)
+        nodes[0].feed(b"garbage")  # node-1 is out: this ends round 1 without a contribution
+        nodes[0].node.bytes_in, hub.bytes_in = 11, 17
+        found = scrape(metrics.address)
+    finally:
+        metrics.close()
+    both = (("name", "host-0"), ("node", "node-0"))
+    expected = {
+        ("atoll_rounds_committed_total", ()): 2,
+        ("atoll_rounds", ()): 3,
+        ("atoll_roster_size", ()): 1,
+        ("atoll_roster_epoch_total", ()): 2,
+        ("atoll_phase", (("phase", "training"),)): 1,
+        ("atoll_phase", (("phase", "gathering"),)): 0,
+        ("atoll_loss", ()): 2.0,
+        ("atoll_validation_loss", ()): 2.5,
+        ("atoll_validation_bits_per_byte", ()): 3.6,
+        ("atoll_digest_mismatches_total", ()): 1,
+        ("atoll_refused_total", (("kind", "bad-frame"),)): 1,
+        ("atoll_samples_trained_total", ()): 8,
+        ("atoll_bytes_received_total", ()): 17,
+        ("atoll_node_bytes_received_total", both): 11,
+        ("atoll_round_seconds_sum", ()): 2.5,
+        ("atoll_round_seconds_count", ()): 2,
+        ("atoll_round_closing_seconds_sum", ()): 0.5,
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert agreement == pytest.approx(hub.status().curve[0].agreement) and 0.5 <= agreement <= 1.0
+    assert 0.5 <= found["atoll_node_agreement", both] <= 1.0
+
+
+async def test_nothing_enters_the_global_registry_and_the_port_is_freed() -> None:
+    before = {family.name for family in REGISTRY.collect()}
+    hub = Hub(make_plan(), voted_table(), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
+    server = MetricsServer(Metrics(hub), LOOPBACK)
+    assert server.address.port
+    assert {family.name for family in REGISTRY.collect()} == before
+    server.close()
+    with socket.socket() as probe:
+        probe.bind((server.address.host, server.address.port))
+
+
+async def test_a_busy_port_is_named() -> None:
+    hub = Hub(make_plan(), voted_table(), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
+    server = MetricsServer(Metrics(hub), LOOPBACK)
+    try:
+        with pytest.raises(MetricsError, match=f"{server.address}: the port is in use; choose another"):
+            MetricsServer(Metrics(hub), server.address)
+    finally:
+        server.close()

@@ -1,0 +1,660 @@
+"""The gRPC server on loopback, against a client that can send anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message import Message
+
+from coordinator.hub import Hub
+from coordinator.pool import ThreadPool
+from coordinator.rounds import Policy
+from coordinator.server import ListenError, Server, serve
+from coordinator.timer import LoopTimer
+from optim.bits import tally
+from protos import atoll_pb2 as pb
+from protos import wire
+from protos.buckets import BucketTable
+from protos.grpc_options import CHANNEL_OPTIONS
+from tests.coordinator.coordinator_rig import (
+    Download,
+    abstain_frames,
+    contribution_frames,
+    eventually,
+    join_request,
+    make_plan,
+    random_payload,
+    slow_tally,
+    soon,
+    voted_table,
+)
+
+TOKEN = "the-token"
+LARGE = voted_table(lines=(3 << 20) // 64)  # three chunks
+M = TypeVar("M", bound=Message)
+
+
+class Client:
+    """A node in name only: raw calls on channels of its own."""
+
+    def __init__(self, site: Site, token: str = TOKEN) -> None:
+        self.site = site
+        self.token = token
+        self.session = ""
+        self.id = ""
+        self.sent = self.received = 0
+        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        self.channel = grpc.aio.insecure_channel(str(site.server.address), options=options)
+        self.stream: Any = None
+
+    def metadata(self) -> list[tuple[str, str]]:
+        pairs = [(wire.TOKEN_KEY, self.token)]
+        return [*pairs, (wire.SESSION_KEY, self.session)] if self.session else pairs
+
+    async def unary(self, name: str, request: Message, reply: type[M]) -> M:
+        data = request.SerializeToString()
+        call = self.channel.unary_unary(f"/{wire.CONTROL_SERVICE}/{name}")
+        answer = await soon(call(data, metadata=self.metadata()))
+        self.sent += len(data)
+        self.received += len(answer)
+        return reply.FromString(answer)
+
+    async def join(self, **changes: Any) -> Client:
+        reply = await self.unary("Join", join_request(self.site.table, **changes), pb.JoinReply)
+        self.session, self.id = reply.session, reply.node
+        self.stream = self.open_session()
+        await self.say(heartbeat=pb.Heartbeat())
+        return self
+
+    def open_session(self) -> Any:
+        return self.channel.stream_stream(f"/{wire.CONTROL_SERVICE}/Session")(metadata=self.metadata())
+
+    async def say(self, **kind: Any) -> None:
+        data = pb.NodeMessage(**kind).SerializeToString()
+        await soon(self.stream.write(data))
+        self.sent += len(data)
+
+    async def order(self) -> pb.CoordinatorMessage | None:
+        message = await soon(self.stream.read())
+        if not isinstance(message, bytes):
+            return None
+        self.received += len(message)
+        return pb.CoordinatorMessage.FromString(message)
+
+    async def opened(self) -> pb.RoundOpen:
+        message = await self.order()
+        assert message is not None and message.WhichOneof("kind") == "round_open", message
+        return message.round_open
+
+    def exchange(self) -> Any:
+        return self.channel.stream_stream(f"/{wire.BULK_SERVICE}/Exchange")(metadata=self.metadata())
+
+    async def write(self, call: Any, frames: Sequence[bytes]) -> None:
+        for frame in frames:
+            await soon(call.write(frame))
+            self.sent += len(frame)
+
+    async def read(self, call: Any) -> Download:
+        download = Download(self.site.table.nbytes)
+        while isinstance(message := await soon(call.read()), bytes):
+            self.received += len(message)
+            download.add(message)
+        assert download.commit is not None
+        assert await soon(call.code()) is grpc.StatusCode.OK
+        return download
+
+    async def contribute(self, order: pb.RoundOpen, payload: bytes) -> Download:
+        call = self.exchange()
+        frames = contribution_frames(order, self.site.table, payload)
+
+        async def up() -> None:
+            await self.write(call, frames)
+            await call.done_writing()
+
+        uploading = asyncio.ensure_future(up())
+        download = await self.read(call)
+        await uploading
+        await self.say(
+            report=pb.Report(round=order.round, state_digest=f"state-{order.round + 1}", loss=1.0, tokens=8)
+        )
+        return download
+
+    async def leave(self) -> None:
+        await self.say(leave=pb.Leave(reason="done"))
+        assert await self.order() is None  # the coordinator has heard it
+        await self.close()
+
+    async def close(self) -> None:
+        await soon(self.channel.close(None))
+
+
+class Site:
+    """A hub behind a real server."""
+
+    hub: Hub
+    server: Server
+    table: BucketTable
+
+    async def clients(self, count: int) -> list[Client]:
+        return [await Client(self).join() for _ in range(count)]
+
+    async def play(self, clients: Sequence[Client], seed: int = 0) -> list[Download]:
+        orders = [await client.opened() for client in clients]
+        return list(
+            await asyncio.gather(
+                *(
+                    client.contribute(order, random_payload(seed + i, self.table))
+                    for i, (client, order) in enumerate(zip(clients, orders, strict=True))
+                )
+            )
+        )
+
+
+@contextlib.asynccontextmanager
+async def site(
+    table: BucketTable | None = None, listen: str = "127.0.0.1:0", **plan: Any
+) -> AsyncIterator[Site]:
+    made = Site()
+    made.table = table or voted_table()
+    pool = ThreadPool()
+    made.hub = Hub(make_plan(**plan), made.table, timer=LoopTimer(), pool=pool, tally=tally)
+    made.server = await serve(made.hub, listen, TOKEN)
+    try:
+        yield made
+    finally:
+        await soon(made.server.stop(0.2))
+        made.hub.close()
+        pool.close()
+
+
+async def code_of(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await soon(call)
+    return error.value.code(), error.value.details() or ""
+
+
+async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Read a stream to its bad end."""
+
+    async def read() -> None:
+        while isinstance(await call.read(), bytes):
+            pass
+
+    return await code_of(read())
+
+
+# ------------------------------------------------------------------------------------------- rounds
+
+
+@pytest.mark.parametrize("nodes", [3, 4])
+@pytest.mark.parametrize("table", [voted_table(), LARGE])
+async def test_a_run(nodes: int, table: BucketTable) -> None:
+    async with site(table, nodes=nodes, rounds=3) as here:
+        clients = await here.clients(nodes)
+        for index in range(3):
+            downloads = await here.play(clients, seed=10 * index)
+            votes = [np.frombuffer(random_payload(10 * index + i, table), np.uint8) for i in range(nodes)]
+            expected = tally(votes, casting=index % nodes).tobytes()
+            if table is not LARGE:
+                assert expected == slow_tally(votes, casting=index % nodes).tobytes()
+            for download in downloads:
+                assert download.commit is not None
+                assert bytes(download.payload) == expected
+                assert download.commit.counted and len(download.commit.voters) == nodes
+                assert 0.5 < download.commit.agreement <= 1.0
+        for client in clients:
+            order = await client.order()
+            assert order is not None and order.stop.done
+            await client.leave()
+        await soon(here.hub.run.finished.wait())
+        status = here.hub.status()
+        assert (status.phase, status.state_digest, dict(status.counters)) == ("done", "state-3", {})
+        # The transport's counters are the sizes of all messages.
+        assert status.bytes_in == sum(client.sent for client in clients)
+        assert status.bytes_out == sum(client.received for client in clients)
+        assert sum(node.bytes_up for node in status.nodes) > 3 * nodes * table.nbytes
+
+
+async def test_status_and_get_run_for_anybody_with_the_token() -> None:
+    async with site() as here:
+        client = Client(here)
+        run = await client.unary("GetRun", pb.GetRunRequest(protocol=wire.PROTOCOL), pb.GetRunReply)
+        assert (run.run_file, run.table_digest) == ("[run]\n", here.table.digest)
+        status = await client.unary("GetStatus", pb.StatusRequest(), pb.StatusReply)
+        assert (status.phase, status.reason) == ("gathering", "0 of 3 nodes")
+        assert (status.parameters, status.payload_bytes) == (here.table.elements, here.table.nbytes)
+        await client.close()
+
+
+async def test_a_slow_reader_holds_nobody_up() -> None:
+    """One member does not read its results; the others go on, and it catches up later."""
+    async with site(LARGE, nodes=3, rounds=9, policy=Policy(0.2, 0.2, 0.6)) as here:
+        clients = await here.clients(3)
+        slow, others = clients[0], clients[1:]
+        order = await slow.opened()
+        call = slow.exchange()
+        await slow.write(call, contribution_frames(order, LARGE, random_payload(0, LARGE)))
+        for _ in range(3):
+            await here.play(others, seed=1)
+        assert here.hub.run.round == 3
+        download = await slow.read(call)
+        assert download.commit is not None and download.commit.round == 0 and download.commit.counted
+        for client in clients:
+            await client.close()
+
+
+async def test_a_reader_that_never_reads_is_cut_off() -> None:
+    table = voted_table(lines=(16 << 20) // 64)  # more than the flow control of a stream lets through
+    async with site(table, nodes=1, rounds=9, heartbeat=0.4, stall=0.3) as here:
+        client = await Client(here).join()
+        order = await client.opened()
+        call = client.exchange()
+        await client.write(call, contribution_frames(order, table, random_payload(0, table)))
+
+        async def beat() -> None:
+            while True:
+                await client.say(heartbeat=pb.Heartbeat())
+                await asyncio.sleep(0.1)
+
+        beating = asyncio.ensure_future(beat())
+        await eventually(lambda: here.hub.run.counters["stalled"] == 1, "the cut")
+        assert (await ended(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        beating.cancel()
+        assert here.hub.run.registry.get(client.id) is not None
+        again = client.exchange()  # the result is still there
+        await client.write(again, abstain_frames(order, "fetching"))
+        assert (await client.read(again)).commit.counted  # type: ignore[union-attr]
+        await client.close()
+
+
+async def test_a_silent_member_is_dropped_at_the_deadline() -> None:
+    async with site(nodes=3, rounds=9, policy=Policy(0.2, 5.0, 0.6)) as here:
+        clients = await here.clients(3)
+        downloads = await here.play(clients[:2])
+        for download in downloads:
+            assert download.commit is not None
+            assert "node-2 sent nothing within the deadline of 0.2 s" in download.commit.reason
+        order = await clients[2].opened()
+        late = await clients[2].contribute(order, random_payload(2, here.table))
+        assert late.commit is not None and not late.commit.counted
+        assert late.payload == downloads[0].payload
+        assert here.hub.run.counters["late"] == 1
+        for client in clients:
+            await client.close()
+
+
+@pytest.mark.parametrize("table", [voted_table(), LARGE])
+async def test_a_client_that_is_killed_in_mid_round(table: BucketTable) -> None:
+    async with site(table, nodes=3, rounds=9) as here:
+        clients = await here.clients(3)
+        orders = [await client.opened() for client in clients]
+        frames = contribution_frames(orders[2], table, random_payload(2, table), chunk=table.nbytes // 3)
+        doomed = clients[2].exchange()
+        await clients[2].write(doomed, frames[:3])
+        working = [
+            asyncio.ensure_future(client.contribute(order, random_payload(i, table)))
+            for i, (client, order) in enumerate(zip(clients[:2], orders, strict=False))
+        ]
+        active = here.hub.run.active
+        assert active is not None
+        await eventually(
+            lambda: (
+                sum(bool(m.contribution and m.contribution.received) for m in active.members.values()) == 3
+            ),
+            "the arrival of all three",
+        )
+        await clients[2].close()
+        downloads = [await soon(work) for work in working]
+        votes = [np.frombuffer(random_payload(i, table), np.uint8) for i in range(2)]
+        for download in downloads:
+            assert download.commit is not None
+            assert list(download.commit.voters) == ["node-0", "node-1"]
+            assert bytes(download.payload) == tally(votes, casting=0).tobytes()
+        assert (await clients[0].opened()).epoch == 2
+        for client in clients[:2]:
+            await client.close()
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+BAD: dict[str, tuple[Callable[[list[bytes]], list[bytes]], dict[str, Any], str, str]] = {
+    "garbage": (lambda f: [b"\xff" * 99], {}, "bad-frame", "INVALID_ARGUMENT"),
+    "no header": (lambda f: f[1:], {}, "bad-frame", "INVALID_ARGUMENT"),
+    "truncated": (lambda f: f[:2], {}, "truncated", "INVALID_ARGUMENT"),
+    "nothing": (lambda f: [], {}, "truncated", "INVALID_ARGUMENT"),
+    "too long": (
+        lambda f: [*f[:-1], wire.encode_frame(wire.CHUNK, b"x", offset=128)],
+        {},
+        "oversized",
+        "INVALID_ARGUMENT",
+    ),
+    "announced too long": (lambda f: f, {"nbytes": 2**40}, "oversized", "INVALID_ARGUMENT"),
+    "out of order": (lambda f: [f[0], f[2], f[1]], {}, "out-of-order", "INVALID_ARGUMENT"),
+    "bad digest": (lambda f: [*f[:-1], wire.encode_frame(wire.END)], {}, "bad-digest", "INVALID_ARGUMENT"),
+    "wrong table": (lambda f: f, {"table_digest": "x"}, "wrong-table", "FAILED_PRECONDITION"),
+    "future round": (lambda f: f, {"round": 999}, "wrong-round", "FAILED_PRECONDITION"),
+    "bad weight": (lambda f: f, {"weight": 9}, "bad-weight", "INVALID_ARGUMENT"),
+}
+
+
+async def test_bad_contributions_are_refused_and_every_round_commits() -> None:
+    async with site(nodes=3, rounds=99) as here:
+        clients = await here.clients(3)
+        for count, (case, (change, header, kind, code)) in enumerate(BAD.items(), 1):
+            orders = [await client.opened() for client in clients]
+            call = clients[2].exchange()
+            frames = contribution_frames(
+                orders[2], here.table, random_payload(2, here.table), chunk=64, **header
+            )
+            reading = asyncio.ensure_future(ended(call))
+            for frame in change(frames):
+                try:
+                    await soon(call.write(frame))
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    break  # refused already
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await soon(call.done_writing())
+            status, text = await reading
+            if not text.startswith("Internal error from Core"):  # gRPC may lose the words of a status
+                assert (case, status.name) == (case, code)
+                assert text
+            assert sum(here.hub.run.counters.values()) == count, case
+            assert here.hub.run.counters[kind] >= 1, case
+            fetch = clients[2].exchange()
+            await clients[2].write(fetch, abstain_frames(orders[2], "it was refused"))
+            downloads = await asyncio.gather(
+                clients[0].contribute(orders[0], random_payload(0, here.table)),
+                clients[1].contribute(orders[1], random_payload(1, here.table)),
+                clients[2].read(fetch),
+            )
+            for download, counted in zip(downloads, (True, True, False), strict=True):
+                assert download.commit is not None and download.commit.counted is counted, case
+                assert list(download.commit.voters) == ["node-0", "node-1"], case
+                assert "refused: node-2" in download.commit.reason
+        for client in clients:
+            await client.close()
+
+
+async def test_messages_over_the_limit() -> None:
+    async with site(nodes=2, rounds=9) as here:
+        clients = await here.clients(2)
+        options = [pair for pair in CHANNEL_OPTIONS if pair[0] != "grpc.max_send_message_length"]
+        wide = grpc.aio.insecure_channel(str(here.server.address), options=options)
+        # Somewhat too long: refused in words, and the round goes on. Far too long: gRPC ends the stream.
+        for size, kind, code in (
+            (wire.MAX_MESSAGE_BYTES + 1, "oversized", grpc.StatusCode.INVALID_ARGUMENT),
+            (5 * wire.MAX_MESSAGE_BYTES, "broken-stream", grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            orders = [await client.opened() for client in clients]
+            call = wide.stream_stream(f"/{wire.BULK_SERVICE}/Exchange")(metadata=clients[1].metadata())
+            reading = asyncio.ensure_future(ended(call))
+            await soon(call.write(bytes(size)))
+            assert (await reading)[0] is code
+            await eventually(lambda kind=kind: here.hub.run.counters[kind] == 1, kind)  # type: ignore[misc]
+            good = asyncio.ensure_future(clients[0].contribute(orders[0], random_payload(0, here.table)))
+            if kind == "broken-stream":  # which may be tried again
+                await clients[1].contribute(orders[1], random_payload(1, here.table))
+            commit = (await soon(good)).commit
+            assert commit is not None
+            assert len(commit.voters) == (1 if kind == "oversized" else 2)
+            if kind == "oversized":
+                fetch = clients[1].exchange()
+                await clients[1].write(fetch, abstain_frames(orders[1], "it was refused"))
+                await clients[1].read(fetch)
+        await soon(wide.close(None))
+        for client in clients:
+            await client.close()
+
+
+async def test_without_the_token_nothing_works() -> None:
+    async with site() as here:
+        for token in ("", "wrong", TOKEN + "x", TOKEN[:-1]):
+            client = Client(here, token)
+            calls: list[Awaitable[Any]] = [
+                client.unary("GetRun", pb.GetRunRequest(protocol=wire.PROTOCOL), pb.GetRunReply),
+                client.unary("Join", join_request(here.table), pb.JoinReply),
+                client.unary("GetStatus", pb.StatusRequest(), pb.StatusReply),
+                client.open_session().read(),
+                client.exchange().read(),
+            ]
+            for call in calls:
+                code, text = await code_of(call)
+                assert code is grpc.StatusCode.UNAUTHENTICATED
+                assert text == "the invite's token is not this run's: ask for a new invite"
+            await client.close()
+        assert here.hub.run.counters["bad-token"] == 20
+        assert not here.hub.run.registry.nodes
+
+
+async def test_without_a_session_there_is_no_exchange() -> None:
+    async with site() as here:
+        client = Client(here)
+        client.session = "made up"
+        for call in (client.exchange().read(), client.open_session().read()):
+            code, text = await code_of(call)
+            assert code is grpc.StatusCode.UNAUTHENTICATED and "session" in text
+        await client.close()
+
+
+async def test_a_second_session_is_refused_and_the_first_lives() -> None:
+    async with site(nodes=1) as here:
+        client = await Client(here).join()
+        code, text = await code_of(client.open_session().read())
+        assert code is grpc.StatusCode.ALREADY_EXISTS and "has a session already" in text
+        assert (await client.opened()).round == 0
+        await client.close()
+
+
+async def test_join_refusals_name_both_values() -> None:
+    async with site() as here:
+        client = Client(here)
+        request = join_request(here.table, table_digest="mine")
+        code, text = await code_of(client.unary("Join", request, pb.JoinReply))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "mine" in text and here.table.digest in text
+        code, _ = await code_of(
+            client.channel.unary_unary(f"/{wire.CONTROL_SERVICE}/Join")(
+                b"\xff\xff", metadata=client.metadata()
+            )
+        )
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        await client.close()
+
+
+async def test_the_end_of_a_session_is_a_departure() -> None:
+    async with site(nodes=2) as here:
+        clients = await here.clients(2)
+        await clients[0].opened()
+        await soon(clients[0].stream.done_writing())
+        await eventually(lambda: len(here.hub.run.registry.nodes) == 1, "the departure")
+        for client in clients:
+            await client.close()
+        await eventually(lambda: not here.hub.run.registry.nodes, "the other departure")
+        assert here.hub.run.phase == "gathering"
+
+
+# ------------------------------------------------------------------------------------------- state
+
+CHUNKS = 64
+
+
+def state_frames(order: pb.Donate) -> list[bytes]:
+    nbytes = CHUNKS * wire.CHUNK_BYTES
+    header = pb.StateHeader(transfer=order.transfer, round=order.round, state_digest="state-1", nbytes=nbytes)
+    chunks = [
+        wire.encode_frame(wire.CHUNK, bytes([index]) * wire.CHUNK_BYTES, offset=index * wire.CHUNK_BYTES)
+        for index in range(CHUNKS)
+    ]
+    return [wire.encode_frame(wire.HEADER, header.SerializeToString()), *chunks, wire.encode_frame(wire.END)]
+
+
+class Upload:
+    """A donor at work; counts what gRPC has accepted."""
+
+    def __init__(self, client: Client, order: pb.Donate) -> None:
+        self.written = 0
+        self.call = client.channel.stream_unary(f"/{wire.BULK_SERVICE}/PutState")(metadata=client.metadata())
+        self.task = asyncio.ensure_future(self._work(state_frames(order)))
+
+    async def _work(self, frames: list[bytes]) -> int:
+        for frame in frames:
+            await self.call.write(frame)
+            self.written += 1
+        await self.call.done_writing()
+        return pb.StateReceipt.FromString(await self.call).nbytes
+
+
+async def ordered(client: Client, kind: str) -> Any:
+    while (message := await client.order()) is not None:
+        if message.WhichOneof("kind") == kind:
+            return getattr(message, kind)
+    raise AssertionError(f"no {kind}")
+
+
+def get_state(client: Client, order: pb.LoadState) -> Any:
+    request = pb.StateHeader(transfer=order.transfer, round=order.round)
+    method = client.channel.unary_stream(f"/{wire.BULK_SERVICE}/GetState")
+    return method(request.SerializeToString(), metadata=client.metadata())
+
+
+async def test_a_state_passes_through_at_the_readers_pace() -> None:
+    async with site(nodes=2, rounds=9) as here:
+        old = await here.clients(2)
+        joiner = await Client(here).join()
+        await here.play(old)
+        load = await ordered(joiner, "load_state")
+        upload = Upload(old[1], await ordered(old[1], "donate"))
+        call = get_state(joiner, load)
+        transfer = here.hub.run.syncing.transfer  # type: ignore[union-attr]
+        assert transfer is not None
+        lane = transfer.lanes[joiner.id]
+        await eventually(lambda: lane.blocked, "back-pressure")
+        assert transfer.relayed < CHUNKS // 2 * wire.CHUNK_BYTES  # the reader has taken nothing yet
+        assert not upload.task.done()
+        frames = []
+        while isinstance(message := await soon(call.read()), bytes):
+            frames.append(wire.decode_frame(message))
+        assert [frame.kind for frame in frames] == [wire.HEADER, *[wire.CHUNK] * CHUNKS, wire.END]
+        assert all(bytes(f.body[:1]) == bytes([i]) for i, f in enumerate(frames[1:-1]))
+        assert await soon(upload.task) == CHUNKS * wire.CHUNK_BYTES
+        await joiner.say(ready=pb.Ready(round=1, state_digest="state-1"))
+        downloads = await here.play([*old, joiner])
+        assert list(downloads[0].commit.voters) == ["node-0", "node-1", "node-2"]  # type: ignore[union-attr]
+        for client in (*old, joiner):
+            await client.close()
+
+
+async def test_a_donor_that_dies_in_mid_transfer_is_replaced() -> None:
+    async with site(nodes=3, rounds=9) as here:
+        old = await here.clients(3)
+        joiner = await Client(here).join()
+        await here.play(old)
+        load = await ordered(joiner, "load_state")
+        upload = Upload(old[1], await ordered(old[1], "donate"))
+        call = get_state(joiner, load)
+        for _ in range(10):
+            assert isinstance(await soon(call.read()), bytes)
+        upload.task.cancel()
+        await old[1].close()
+        code, text = await ended(call)
+        assert code is grpc.StatusCode.UNAVAILABLE and "the transfer of the state failed" in text
+        again = await ordered(joiner, "load_state")
+        assert again.transfer != load.transfer
+        second = Upload(old[2], await ordered(old[2], "donate"))
+        call = get_state(joiner, again)
+        count = 0
+        while isinstance(await soon(call.read()), bytes):
+            count += 1
+        assert count == CHUNKS + 2
+        assert await soon(second.task) == CHUNKS * wire.CHUNK_BYTES
+        await joiner.say(ready=pb.Ready(round=1, state_digest="state-1"))
+        assert list((await old[0].opened()).members) == ["node-0", "node-2", "node-3"]
+        for client in (old[0], old[2], joiner):
+            await client.close()
+
+
+async def test_a_joiner_that_dies_in_mid_transfer_lets_the_donor_go() -> None:
+    async with site(nodes=2, rounds=9) as here:
+        old = await here.clients(2)
+        joiner = await Client(here).join()
+        await here.play(old)
+        load = await ordered(joiner, "load_state")
+        upload = Upload(old[1], await ordered(old[1], "donate"))
+        call = get_state(joiner, load)
+        for _ in range(10):
+            assert isinstance(await soon(call.read()), bytes)
+        await joiner.close()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+            await soon(upload.task)
+        assert (await old[0].opened()).round == 1
+        for client in old:
+            await client.close()
+
+
+# ------------------------------------------------------------------------------------------- addresses
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+async def test_port_0_is_a_real_port() -> None:
+    async with site() as one, site() as two:
+        assert one.server.address.port not in (0, two.server.address.port)
+        assert one.server.address.host == "127.0.0.1"
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback")
+async def test_ipv6() -> None:
+    async with site(listen="[::1]:0", nodes=1, rounds=1) as here:
+        assert str(here.server.address).startswith("[::1]:")
+        client = await Client(here).join()
+        await here.play([client])
+        await client.close()
+
+
+async def test_a_busy_port_is_named() -> None:
+    async with site() as here:
+        with pytest.raises(ListenError, match=f"port {here.server.address.port} is in use") as error:
+            async with site(listen=str(here.server.address)):
+                pass
+        assert "port 0 takes a free one" in str(error.value)
+
+
+async def test_an_address_of_another_host_is_named() -> None:
+    with pytest.raises(ListenError, match=r"cannot listen on 192\.0\.2\.1:0: .*; choose another address"):
+        async with site(listen="192.0.2.1:0"):
+            pass
+    with pytest.raises(ListenError, match="cannot be resolved"):
+        async with site(listen="no-such-host.invalid:0"):
+            pass
+
+
+async def test_stopping_ends_open_calls_and_frees_the_port() -> None:
+    async with site(nodes=2, rounds=9) as here:
+        clients = await here.clients(2)
+        order = await clients[0].opened()
+        call = clients[0].exchange()
+        await clients[0].write(call, contribution_frames(order, here.table, random_payload(0, here.table)))
+        here.hub.stop("maintenance")
+        stop = await ordered(clients[0], "stop")
+        assert stop.reason == "maintenance"
+        code, text = await ended(call)
+        assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "the run has ended: maintenance")
+        await soon(here.server.stop(0.2))
+        with socket.socket() as probe:
+            assert probe.connect_ex((here.server.address.host, here.server.address.port)) != 0
+        for client in clients:
+            await client.close()
