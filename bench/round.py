@@ -93,6 +93,7 @@ def _node(index: int, invite: str, port: int, repeats: int, barrier: Barrier, re
     from node.exchange.base import RoundOrder
     from node.exchange.hub import HubExchange
     from node.exchange.session import Claim
+    from node.exchange.tensor_bytes import byte_view
     from optim import bits
     from protos.invite import Invite
 
@@ -132,7 +133,7 @@ def _node(index: int, invite: str, port: int, repeats: int, barrier: Barrier, re
             row["tally"] = time.thread_time() - begin
             barrier.wait(WAIT)
             row["raw_start"] = time.monotonic()
-            raw.sendall(memoryview(payload.numpy()))
+            raw.sendall(byte_view(payload))
             _receive(raw, received)
             row["raw_end"] = time.monotonic()
             if repetition:  # the first compiles, connects and touches memory for the first time

@@ -63,8 +63,9 @@ def test_a_late_node_loads_the_state_and_takes_part(bed):
     os.kill(bed.coordinator.pid, signal.SIGINT)
 
 
-def test_interrupting_a_node_leaves_cleanly(bed):
-    bed.lead(nodes=2, rounds=400)
+def test_interrupting_a_node_leaves_cleanly_over_ipv6(bed):
+    bed.lead(nodes=2, rounds=400, listen="[::1]:0")
+    assert "@[::1]:" in bed.invite
     for name in ("a", "b"):
         bed.join(name)
     bed.reached("b", 5)

@@ -1,0 +1,1 @@
+"""Bringing runs up: the `atoll` command, the demo, status and the processes behind them."""

@@ -1,0 +1,405 @@
+"""The `atoll` command.
+
+Each command imports what it needs when it runs: `atoll --help` loads neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from deploy.errors import UserError, message
+from deploy.options import (
+    DataOption,
+    DeviceOption,
+    EventsOption,
+    InviteText,
+    Json,
+    MetricsOption,
+    Quiet,
+    ResumeOption,
+    RunFilePath,
+    SaveEvery,
+    SaveOption,
+    Sets,
+    ThreadsOption,
+)
+from deploy.processes import follow_parent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from node.events import Listener
+    from protos.address import Address
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Turns expected errors into a short text and exit code 1, and Ctrl-C into exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            text = message(error)
+            if text is None:
+                raise
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            typer.echo(f"atoll: {text}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    name="atoll",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train one model across islands of GPUs joined by thin links.",
+)
+run_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write and check run files.")
+app.add_typer(run_app, name="run")
+
+
+def _show_version(show: bool) -> None:
+    if show:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"atoll {version('atoll')}")
+        except PackageNotFoundError:
+            typer.echo("atoll, not installed as a package")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of errors, and debug logs.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    import logging
+
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+
+
+@run_app.command("init")
+def run_init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it; - for stdout.")] = Path(
+        "run.toml"
+    ),
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    method: Annotated[str | None, typer.Option(help="sign-muon, signum, ddp-muon or ddp-adamw.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes to wait for before round 0.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences that each node reads in a round.")] = None,
+    source: Annotated[str | None, typer.Option(help="The text: 'shakespeare', a file, a folder.")] = None,
+    set_: Sets = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+) -> None:
+    """Write a commented run file."""
+    from deploy.preset import merged, with_values
+    from protos.runfile_text import example_toml
+
+    options = {
+        ("run", "name"): name,
+        ("method", "name"): method,
+        ("run", "nodes"): nodes,
+        ("run", "rounds"): rounds,
+        ("data", "batch"): batch,
+        ("data", "source"): source,
+    }
+    text = with_values(example_toml(), merged(options, set_ or []), str(file))
+    if str(file) == "-":
+        typer.echo(text, nl=False)
+        return
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError:
+        raise UserError(f"{file} exists already; give --force to overwrite it, or another name") from None
+    typer.echo(f"wrote {file}; 'atoll run check {file}' shows what it comes to")
+
+
+@run_app.command("check")
+def run_check(file: RunFilePath, as_json: Json = False) -> None:
+    """Check a run file and show its values and the bytes of a round."""
+    from protos.runfile import RunFile
+    from protos.runfile_text import advice, describe
+
+    runfile = RunFile.load(file)
+    from deploy import check
+
+    settings, sentences = describe(runfile), advice(runfile)
+    if as_json:
+        values = check.as_json(runfile, settings, check.bucket_table(runfile), sentences)
+        typer.echo(json.dumps(values, indent=2, allow_nan=False))
+        return
+    console = _console()
+    console.print(check.values_table(settings))
+    console.print(check.bytes_view(runfile, check.bucket_table(runfile)))
+    for sentence in sentences:
+        console.print(f"note: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{file} is fine; digest {runfile.digest}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("coordinator")
+def coordinator(
+    file: RunFilePath,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Instead of the run file's; port 0 takes a free one."),
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Name or address of this machine as nodes reach it.")
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where Prometheus metrics are served, or 'off'."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ATOLL_TOKEN", help="Secret of the invite, to keep it over restarts; else random."
+        ),
+    ] = None,
+    invite_file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Also write the invite there while the run is on.")
+    ] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Go on answering 'atoll status' after the run.")
+    ] = False,
+    json_log: Annotated[bool, typer.Option("--json-log", help="Log lines as JSON objects.")] = False,
+) -> None:
+    """Coordinate a run; prints the invite for the nodes."""
+    from protos.runfile import RunFile
+
+    runfile = RunFile.load(file)
+    from deploy import serving
+
+    choices = serving.Choices(
+        listen=_address(listen),
+        advertise=advertise,
+        metrics=metrics,
+        token=token,
+        invite_file=invite_file,
+        stay=stay,
+    )
+    if json_log:
+        serving.log_as_json()
+    code = serving.coordinate(runfile, choices, lambda line: typer.echo(line))
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("join")
+def join(
+    invite: InviteText,
+    name: Annotated[str, typer.Option(help="What the others see; the host's name if not given.")] = "",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = 0,
+    save: SaveOption = None,
+    save_every: SaveEvery = 0,
+    resume: ResumeOption = None,
+    data: DataOption = None,
+    weight: Annotated[int, typer.Option(min=1, max=65535, help="Weight of this node's vote.")] = 1,
+    wait: Annotated[str, typer.Option(help="How long to wait for a coordinator that is not there.")] = "120s",
+    metrics: MetricsOption = None,
+    events: EventsOption = None,
+    quiet: Quiet = False,
+) -> None:
+    """Take part in a run. Ctrl-C leaves it cleanly."""
+    from protos.invite import Invite
+    from protos.units import parse_duration
+
+    where, patience = Invite.parse(invite), parse_duration(wait)
+    from node.launch import Options
+    from node.launch import join as join_run
+
+    options = Options(
+        name=name,
+        device=device,
+        threads=threads,
+        save=save,
+        save_every=save_every,
+        resume=resume,
+        data=data,
+        weight=weight,
+        wait=patience,
+        metrics=_address(metrics),
+    )
+    with _told(events, quiet) as tell:
+        try:
+            summary = join_run(where, options, tell)
+        except KeyboardInterrupt:
+            typer.echo(f"left the run of {where.address}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+    if not summary.done:
+        raise typer.Exit(1)
+
+
+@app.command("train")
+def train(
+    file: RunFilePath,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = 0,
+    save: SaveOption = None,
+    save_every: SaveEvery = 0,
+    resume: ResumeOption = None,
+    data: DataOption = None,
+    metrics: MetricsOption = None,
+    events: EventsOption = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train on this machine alone, without a coordinator."""
+    from protos.runfile import RunFile
+
+    runfile = RunFile.load(file)
+    from node.launch import Options
+    from node.launch import train as train_alone
+
+    options = Options(
+        device=device,
+        threads=threads,
+        save=save,
+        save_every=save_every,
+        resume=resume,
+        data=data,
+        metrics=_address(metrics),
+    )
+    with _told(events, quiet) as tell:
+        try:
+            summary = train_alone(runfile, options, tell)
+        except KeyboardInterrupt:
+            saved = f"; the state is saved in {save}" if save else "; nothing is saved without --save"
+            typer.echo(f"stopped before the end{saved}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+    if not summary.done:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _told(log: Path | None, quiet: bool) -> Iterator[Listener]:
+    """A listener for the terminal and, if wanted, a file; SIGTERM unwinds within."""
+    from deploy.processes import unwinding_signals
+    from deploy.progress import EventLog, Progress, all_of
+
+    with ExitStack() as stack:
+        listeners: list[Listener] = [stack.enter_context(Progress(_console(), quiet=quiet))]
+        if log is not None:
+            listeners.append(stack.enter_context(EventLog(log)))
+        stack.enter_context(unwinding_signals())
+        yield all_of(listeners)
+
+
+def _address(text: str | None) -> Address | None:
+    from protos.address import Address
+
+    return None if text is None else Address.parse(text)
+
+
+@app.command("demo")
+def demo(
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Logs, picture, numbers and checkpoint go there.")
+    ] = Path("atoll-demo"),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to train.")] = 256,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Node processes.")] = 3,
+    method: Annotated[str, typer.Option(help="sign-muon, signum, ddp-muon or ddp-adamw.")] = "sign-muon",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the coordinator; 0 takes a free one.")] = 0,
+    baseline: Annotated[bool, typer.Option(help="Also train one Muon process on the same tokens.")] = True,
+    set_: Sets = None,
+) -> None:
+    """Train on this machine: a coordinator, some nodes, and one Muon process to compare with."""
+    from deploy.demo import Demo, Options
+    from deploy.preset import merged
+    from deploy.processes import unwinding_signals
+
+    options = Options(
+        out=out,
+        nodes=nodes,
+        rounds=rounds,
+        method=method,
+        port=port,
+        baseline=baseline,
+        values=merged({}, set_ or []),
+    )
+    console = _console()
+    with unwinding_signals():
+        run = Demo(options, console)
+        results = run.run()
+    run.show(results)
+    if not results.agreement.holds:
+        raise typer.Exit(1)
+
+
+@app.command("status")
+def status(
+    invite: InviteText,
+    as_json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it ends.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks with --watch.")] = 1.0,
+) -> None:
+    """Show how a run stands: roster, round, loss, bytes."""
+    from deploy.status import StatusClient, plain
+    from deploy.table import status_view
+    from protos.invite import Invite
+
+    with StatusClient(Invite.parse(invite)) as client:
+        if watch:
+            from deploy.watch import follow
+
+            follow(client, _console(), every, as_json)
+            return
+        reply = client.fetch()
+    if as_json:
+        typer.echo(json.dumps(plain(reply), allow_nan=False))
+    else:
+        _console().print(status_view(reply))
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    # Pipes and logs get whole lines: rich would fold them at 80 columns.
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 160)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    follow_parent()
+    if os.environ.get("GRPC_VERBOSITY", "ERROR") == "ERROR":
+        os.environ["GRPC_VERBOSITY"] = "NONE"  # its own lines repeat in its terms what our errors say
+    try:
+        app(prog_name="atoll")
+    finally:
+        # Ctrl-C while the interpreter winds up would only print a traceback of somebody's exit handler.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""The demo: a coordinator and some nodes as processes of this machine, and one Muon process beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from deploy import demo_results, demo_view
+from deploy.demo_results import Course, EventReader, Results
+from deploy.errors import UserError
+from deploy.history import History
+from deploy.preset import Key, with_values
+from deploy.processes import Child, Children, ProcessError
+from deploy.progress import round_line
+from deploy.status import StatusClient, StatusError
+from node.events import RoundDone
+from protos.invite import Invite
+from protos.runfile import RunFile
+from protos.runfile_text import example_toml
+from protos.sections import DataConfig
+
+ROOT = Path(__file__).resolve().parents[1]  # where `python -m deploy.cli` finds this package
+POLL_SECONDS = 0.25
+LINE_SECONDS = 2.0  # between two lines where there is no terminal
+START_SECONDS = 120.0  # for a process to come up: torch alone may take half a minute on a cold disk
+STALL_SECONDS = 120.0  # without a new round
+LEAVE_SECONDS = 60.0  # for nodes to end by themselves after the last round
+PROMPT = "ROMEO.\n"  # how the corpus names a speaker
+SAMPLE_TOKENS = 320
+
+# Sized for two cores: most of the CPU time is forward and backward, and the text comes out readable.
+VALUES: dict[Key, Any] = {
+    ("run", "name"): "demo",
+    ("run", "validation_windows"): 64,
+    ("model", "d_model"): 96,
+    ("model", "layers"): 2,
+    ("model", "heads"): 4,
+    ("model", "context"): 128,
+    ("data", "batch"): 16,
+}
+BASELINE_METHOD = "ddp-muon"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train and where to put it. ``values`` are further values of the run file."""
+
+    out: Path
+    nodes: int = 3
+    rounds: int = 256
+    method: str = "sign-muon"
+    port: int = 0
+    baseline: bool = True
+    values: dict[Key, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where everything lies in the output folder."""
+
+    out: Path
+
+    @property
+    def run(self) -> Path:
+        return self.out / "run.toml"
+
+    @property
+    def baseline(self) -> Path:
+        return self.out / "baseline.toml"
+
+    @property
+    def invite(self) -> Path:
+        return self.out / "invite"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint"
+
+    @property
+    def picture(self) -> Path:
+        return self.out / "demo.png"
+
+    @property
+    def results(self) -> Path:
+        return self.out / "results.json"
+
+    def log(self, name: str) -> Path:
+        return self.out / f"{name}.log"
+
+    def events(self, name: str) -> Path:
+        return self.out / f"{name}.jsonl"
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Make the folder and remove what an earlier demo has left in it."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            old = [self.invite, self.picture, self.results]
+            for path in [*old, *(self.log(name) for name in names), *(self.events(name) for name in names)]:
+                path.unlink(missing_ok=True)
+            if self.checkpoint.is_dir():
+                shutil.rmtree(self.checkpoint)
+        except OSError as error:
+            raise UserError(f"the demo cannot write to {self.out}: {error.strerror or error}") from error
+
+
+def run_files(options: Options) -> tuple[str, str]:
+    """The run file of the votes and of the single process that reads the same tokens.
+
+    Raises:
+        RunFileError: values that break a rule.
+    """
+    values = {
+        **VALUES,
+        ("run", "rounds"): options.rounds,
+        ("run", "nodes"): options.nodes,
+        ("run", "evaluate_every"): max(1, options.rounds // 12),
+        ("method", "name"): options.method,
+        **options.values,
+    }
+    votes = with_values(example_toml(), values, "the demo's run file")
+    run = RunFile.parse(votes)
+    alone = {key: value for key, value in values.items() if key[0] != "method"}
+    alone |= {
+        ("run", "name"): "demo-baseline",
+        ("run", "nodes"): 1,
+        ("data", "batch"): run.data.batch * run.run.nodes,
+        ("method", "name"): BASELINE_METHOD,
+    }
+    return votes, with_values(example_toml(), alone, "the baseline's run file")
+
+
+class Screen:
+    """A view that stays in place on a terminal, and lines now and then elsewhere."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._last = 0.0
+        self._line = ""
+        self._live: Live | None = None
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the view within the block; what was shown last stays."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, auto_refresh=False) as live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def update(self, view: Callable[[], RenderableType], line: str, *, always: bool = False) -> None:
+        """Show ``view`` or, elsewhere, ``line`` if the last one is old enough or ``always``."""
+        if self._live is not None:
+            self._live.update(view(), refresh=True)
+        elif line != self._line and (always or self._clock() - self._last >= LINE_SECONDS):
+            self._last, self._line = self._clock(), line
+            self.say(line)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._console.print(Text(text), soft_wrap=True)
+
+
+class Demo:
+    """One demo. :meth:`run` does it all; children have ended when it returns or raises."""
+
+    def __init__(
+        self, options: Options, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.options = options
+        self.files = Files(options.out.resolve())
+        self.history = History()
+        self._console = console
+        self._clock = clock
+        self._screen = Screen(console, clock)
+        self._data = DataConfig()
+        self._names = [f"node-{index + 1}" for index in range(options.nodes)]
+
+    def run(self) -> Results:
+        """Train, compare, and write picture and numbers.
+
+        Raises:
+            UserError, ProcessError: something did not come up, stopped, or cannot be written.
+            RunFileError: the options break a rule of the run file.
+        """
+        start = self._clock()
+        votes_file, baseline_file = run_files(self.options)
+        self._data = RunFile.parse(votes_file).data
+        self.files.prepare(["coordinator", *self._names, "baseline"])
+        self.files.run.write_text(votes_file, encoding="utf-8")
+        self.files.baseline.write_text(baseline_file, encoding="utf-8")
+        with Children() as children:
+            votes, logs = self._train_votes(children)
+            baseline = self._train_baseline(children) if self.options.baseline else None
+        self.files.invite.unlink(missing_ok=True)
+        results = Results(
+            votes=votes,
+            agreement=demo_results.agreement_of(logs),
+            baseline=baseline,
+            sample=self._sample(),
+            seconds=self._clock() - start,
+        )
+        self.files.results.write_text(results.to_json(), encoding="utf-8")
+        unit = "nats per byte" if self._data.tokenizer == "bytes" else "nats per token"
+        demo_results.draw(results, self.files.picture, unit)
+        return results
+
+    def show(self, results: Results) -> None:
+        """Print the summary, the sample and where everything lies."""
+        self._console.print(demo_results.summary(results))
+        self._screen.say(demo_results.verdict(results))
+        if results.sample:
+            sample = Text(results.sample.strip())
+            self._console.print(Panel(sample, title="it writes", title_align="left", expand=False))
+        self._screen.say(f"picture {self.options.out / self.files.picture.name}")
+        self._screen.say(f"numbers {self.options.out / self.files.results.name}")
+
+    # ---------------------------------------------------------------------------------------- processes
+
+    def _start(self, children: Children, name: str, *arguments: str, threads: int = 1, **extra: str) -> Child:
+        # OpenMP threads of several processes on the same cores would wait for each other.
+        # Threads that spin while they wait make one process several times slower when another needs a core.
+        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **extra}
+        command = [sys.executable, "-m", "deploy.cli", *arguments]
+        return children.start(
+            name, command, log=self.files.log(name), environment=environment, directory=ROOT
+        )
+
+    def _train_votes(self, children: Children) -> tuple[Course, list[list[dict[str, Any]]]]:
+        files = self.files
+        listen = f"127.0.0.1:{self.options.port}"
+        coordinator = self._start(
+            children, "coordinator", "coordinator", str(files.run), "--listen", listen,
+            "--invite-file", str(files.invite), "--stay", "--metrics", "off",
+        )  # fmt: skip
+        self._screen.say(f"coordinator and {self.options.nodes} nodes start; logs are in {self.options.out}")
+        invite = self._invite(children)
+        nodes: list[Child] = []
+        try:
+            for name in self._names:
+                nodes.append(self._start_node(children, name, invite))
+            with StatusClient(invite) as client, self._screen.shown():
+                self._follow(children, client)
+                for node in nodes:
+                    children.wait(node, LEAVE_SECONDS)
+                children.check()
+                self.history.add(client.fetch(), self._clock())
+                self._show("done")
+        except BaseException:
+            children.stop(nodes)  # before their coordinator, so that they take their leave of it
+            raise
+        seconds = self.history.reply.seconds
+        children.stop([coordinator])
+        logs = [EventReader(files.events(name)).new() for name in self._names]
+        return demo_results.course_of(self.options.method, logs, seconds), logs
+
+    def _start_node(self, children: Children, name: str, invite: Invite) -> Child:
+        save = ("--save", str(self.files.checkpoint)) if name == self._names[0] else ()
+        return self._start(
+            children, name, "join", "--name", name, "--threads", "1", "--device", "cpu",
+            "--events", str(self.files.events(name)), *save, ATOLL_INVITE=str(invite),
+        )  # fmt: skip
+
+    def _invite(self, children: Children) -> Invite:
+        until = self._clock() + START_SECONDS
+        while not self.files.invite.exists():
+            self._alive(children)
+            if self._clock() > until:
+                raise ProcessError(f"the coordinator is not up after {START_SECONDS:g} s")
+            time.sleep(POLL_SECONDS / 5)
+        return Invite.parse(self.files.invite.read_text(encoding="utf-8"))
+
+    def _alive(self, children: Children) -> None:
+        """Raise unless every child runs or has ended well."""
+        children.check()
+        for child in children.children:
+            if child.name == "coordinator" and child.code == 0:
+                raise ProcessError(child.fate())
+
+    def _follow(self, children: Children, client: StatusClient) -> None:
+        """Show the run until its last round."""
+        progress, since = -1, self._clock()
+        while True:
+            try:
+                reply = client.fetch()
+            except StatusError:
+                self._alive(children)  # says more than a refused connection
+                raise
+            now = self._clock()
+            self.history.add(reply, now)
+            if reply.phase == "done":
+                return
+            if reply.phase == "failed":
+                raise UserError(f"the run failed: {reply.reason}")
+            self._alive(children)
+            self._show(f"{reply.phase}: {reply.reason}")
+            if reply.round > progress:
+                progress, since = reply.round, now
+            elif now - since > (START_SECONDS if reply.round == 0 else STALL_SECONDS):
+                raise ProcessError(
+                    f"no new round for {now - since:.0f} s ({reply.phase}: {reply.reason}); "
+                    + "\n".join(child.fate() for child in children.children)
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _title(self) -> str:
+        reply = self.history.reply
+        text = f"{self.options.nodes} nodes, {self.options.method}, {self._data.source}"
+        return f"{text}, {reply.parameters:,} parameters" if reply.parameters else text
+
+    def _show(self, note: str) -> None:
+        line = demo_view.line(self.history) if self.history.reply.round else note
+        done = note == "done"
+        self._screen.update(lambda: demo_view.view(self.history, self._title(), note), line, always=done)
+
+    # ----------------------------------------------------------------------------------------- baseline
+
+    def _train_baseline(self, children: Children) -> Course:
+        files = self.files
+        reader, log = EventReader(files.events("baseline")), []
+        self._screen.say(f"the same tokens in one process: {BASELINE_METHOD}")
+        child = self._start(
+            children, "baseline", "train", str(files.baseline), "--device", "cpu",
+            "--threads", str(baseline_threads()), "--events", str(files.events("baseline")),
+            threads=baseline_threads(),
+        )  # fmt: skip
+        first: float | None = None
+        since = self._clock()
+        with self._screen.shown():
+            while True:
+                ended = child.code is not None
+                fresh = reader.new()
+                log += fresh
+                rounds = demo_results.rounds_of(fresh)
+                if rounds:
+                    since = self._clock()
+                    first = since if first is None else first
+                    self._show_baseline(rounds[-1])
+                if ended:
+                    break
+                if self._clock() - since > (START_SECONDS if first is None else STALL_SECONDS):
+                    raise ProcessError(f"no new step for {self._clock() - since:.0f} s; {child.fate()}")
+                time.sleep(POLL_SECONDS)
+        children.check()
+        seconds = sum(sum(event["seconds"].values()) for event in demo_results.rounds_of(log))
+        course = demo_results.course_of(BASELINE_METHOD, [log], seconds)
+        return demo_results.with_ring_bytes(course, self.options.nodes)
+
+    def _show_baseline(self, event: dict[str, Any]) -> None:
+        values = {key: value for key, value in event.items() if key != "event"}
+        values["loss"] = float("nan") if values["loss"] is None else values["loss"]
+        line = f"{BASELINE_METHOD}: {round_line(RoundDone(**values))}"
+        last = event["round"] + 1 == event["rounds"]
+        self._screen.update(lambda: Group(Text(line, no_wrap=True, overflow="ellipsis")), line, always=last)
+
+    def _sample(self) -> str:
+        import torch
+
+        from deploy.text_sample import generate
+
+        torch.set_num_threads(1)
+        return generate(self.files.checkpoint, PROMPT, SAMPLE_TOKENS)
+
+
+def baseline_threads() -> int:
+    """Threads of the single process: it may use the cores that the nodes shared."""
+    import os
+
+    return max(1, min(4, os.cpu_count() or 1))

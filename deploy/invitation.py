@@ -1,0 +1,75 @@
+"""The coordinator's side of an invite: which host it names, and the file it is handed over in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from deploy.errors import UserError
+from protos.address import Address
+from protos.invite import Invite
+
+# Addresses set aside for documentation: connecting a datagram socket sends nothing, it only picks a route.
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+
+
+def outgoing_address(family: socket.AddressFamily) -> str:
+    """This machine's address on the route to the outside; empty without such a route."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_ELSEWHERE[family], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def advertised_host(
+    listen: Address,
+    wanted: str | None = None,
+    outgoing: Callable[[socket.AddressFamily], str] = outgoing_address,
+) -> str:
+    """The host an invite names: ``wanted``, the one listened on, or the one that leads outside.
+
+    ``wanted`` may be an IPv6 address in brackets.
+    """
+    if wanted:
+        return wanted[1:-1] if wanted.startswith("[") and wanted.endswith("]") else wanted
+    if not listen.is_unspecified:
+        return listen.host
+    families = [socket.AF_INET6, socket.AF_INET] if ":" in listen.host else [socket.AF_INET]
+    # A socket on :: takes IPv4 as well, which more machines have a route for.
+    for family in reversed(families):
+        if host := outgoing(family):
+            return host
+    return socket.gethostname()
+
+
+@contextlib.contextmanager
+def handed_over(invite: Invite, path: Path | None) -> Iterator[None]:
+    """Keep ``invite`` in a file that only its owner reads while the block runs; ``None``: no file.
+
+    The file appears whole, so whoever waits for it can read it at once.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.unlink(missing_ok=True)
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{invite}\n")
+        scratch.replace(path)
+    except OSError as error:
+        raise UserError(f"the invite cannot be written to {path}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,40 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunFilePath = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, TOML.")]
+InviteText = Annotated[
+    str,
+    typer.Argument(metavar="INVITE", envvar="ATOLL_INVITE", help="What the coordinator printed: atoll://…"),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Any value of the run file. May be given several times."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
+
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+ThreadsOption = Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's choice.")]
+SaveOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write checkpoints there.")]
+SaveEvery = Annotated[int, typer.Option(min=0, help="Rounds between two checkpoints; 0 only at the stop.")]
+ResumeOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Checkpoint, or folder of checkpoints, to start from.")
+]
+DataOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Where the run's text or tokens lie on this machine.")
+]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics there; port 0 takes a free one."),
+]
+EventsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write every event there, a JSON object a line.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Tell about joining and leaving, not about rounds.")]

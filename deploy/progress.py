@@ -1,0 +1,193 @@
+"""How a node tells about its work: sentences, one moving line on a terminal, and JSON lines in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from deploy.errors import UserError
+from deploy.table import number, percent
+from node import events
+from protos.units import format_bytes, format_duration
+
+LINE_SECONDS = 2.0  # between two lines about rounds, where they scroll
+REFRESH_SECONDS = 0.1  # between two states of the moving line
+
+
+def sentence(event: events.Event) -> str:
+    """``event`` in words, one line."""
+    if isinstance(event, events.Notice):
+        return event.text
+    if isinstance(event, events.Started):
+        return (
+            f"{event.run}: {event.method}, {event.parameters:,} parameters, "
+            f"{format_bytes(event.payload_bytes)} each way and round, {event.device}, "
+            f"{event.threads} {'thread' if event.threads == 1 else 'threads'}"
+        )
+    if isinstance(event, events.Joined):
+        state = "; the state of the run comes from another node first" if event.needs_state else ""
+        return f"joined {event.address} as {event.node}{state}"
+    if isinstance(event, events.Abstained):
+        return f"round {event.round}: nothing contributed, {event.reason}"
+    if isinstance(event, events.RoundDone):
+        return round_line(event)
+    if isinstance(event, events.RoundMissed):
+        return f"round {event.round} was decided without this node: {event.reason}"
+    if isinstance(event, events.StateLoaded):
+        return f"state before round {event.round} loaded: {_transfer(event.nbytes, event.seconds)}"
+    if isinstance(event, events.StateSent):
+        return (
+            f"state before round {event.round} sent to a newcomer: {_transfer(event.nbytes, event.seconds)}"
+        )
+    if isinstance(event, events.TransferFailed):
+        return f"the transfer of the state before round {event.round} broke off: {event.reason}"
+    if isinstance(event, events.Evaluated):
+        return (
+            f"after round {event.round}: validation {number(event.validation_loss)} nats, "
+            f"{number(event.bits_per_byte)} bits per byte"
+        )
+    if isinstance(event, events.Saved):
+        return f"saved {event.path}"
+    return f"{'done' if event.done else 'stopped'}: {event.reason}"
+
+
+def round_line(event: events.RoundDone) -> str:
+    """A round in one line."""
+    line = f"round {event.round + 1}/{event.rounds} loss {number(event.loss)}"
+    if event.validation_loss is not None:
+        line += f" validation {number(event.validation_loss)}"
+        if event.bits_per_byte is not None:
+            line += f" ({number(event.bits_per_byte)} bits/byte)"
+    if len(event.voters) > 1:
+        line += f" voters {len(event.voters)} agreement {percent(event.agreement)}"
+    if not event.counted:
+        line += " not counted"
+    if event.bytes_up or event.bytes_down:
+        line += f" sent {format_bytes(event.bytes_up)} received {format_bytes(event.bytes_down)}"
+    seconds = sum(event.seconds.values()) - event.seconds.get("evaluate", 0.0)
+    if seconds > 0:
+        line += f" {event.tokens / seconds:,.0f} tokens/s"
+    return line
+
+
+def _transfer(nbytes: int, seconds: float) -> str:
+    return f"{format_bytes(nbytes)} in {format_duration(seconds)}"
+
+
+class Progress:
+    """A listener that shows events. Use as a context manager; safe to call from any thread.
+
+    On a terminal rounds share one line that moves with them; elsewhere a round has a line of its own at most
+    every :data:`LINE_SECONDS`, or when it brings a validation loss. ``quiet`` leaves rounds out.
+    """
+
+    def __init__(
+        self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = -math.inf
+        self._live: Live | None = None
+        if console.is_terminal and not quiet:
+            self._live = Live(Text(), console=console, auto_refresh=False)
+
+    def __call__(self, event: events.Event) -> None:
+        with self._lock:
+            if isinstance(event, events.RoundDone):
+                self._round(event)
+            else:
+                self._console.print(Text(sentence(event)), soft_wrap=True)
+
+    def _round(self, event: events.RoundDone) -> None:
+        now, last = self._clock(), event.round + 1 == event.rounds
+        if self._quiet:
+            return
+        if self._live is not None:
+            if last or now - self._last >= REFRESH_SECONDS:
+                self._last = now
+                text = Text(round_line(event), no_wrap=True, overflow="ellipsis")
+                self._live.update(text, refresh=True)
+        elif last or event.validation_loss is not None or now - self._last >= LINE_SECONDS:
+            self._last = now
+            self._console.print(Text(round_line(event)), soft_wrap=True)
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+class EventLog:
+    """A listener that writes each event as one JSON object: ``{"event": "RoundDone", "round": 0, …}``.
+
+    NaN and infinities become ``null``. Safe to call from any thread; a context manager that closes the file.
+
+    Raises:
+        UserError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"events cannot be written to {path}: {error.strerror or error}") from error
+
+    def __call__(self, event: events.Event) -> None:
+        values = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
+        line = json.dumps({"event": type(event).__name__, **values}, allow_nan=False)
+        with self._lock:
+            if not self._file.closed:  # a notice of the network thread may come after the end
+                self._file.write(line + "\n")
+                self._file.flush()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def all_of(listeners: Sequence[events.Listener]) -> events.Listener:
+    """One listener that hands each event to every one of ``listeners``."""
+
+    def tell(event: events.Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell

@@ -1,0 +1,147 @@
+"""The status of a run as rich tables: the run, its nodes, and what was refused or ignored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from urllib.parse import unquote
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from protos import atoll_pb2 as pb
+from protos.units import format_bytes, format_duration
+
+MISSING = "–"
+_PHASE_STYLES = {"training": "green", "done": "bold green", "failed": "bold red"}
+_STATE_STYLES = {"active": "green", "lagging": "yellow"}
+_DIGEST_SHOWN = 12
+
+
+def number(value: float, digits: int = 3) -> str:
+    """``value`` with ``digits`` decimals, or a dash when it was not measured (NaN)."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else MISSING
+
+
+def percent(value: float) -> str:
+    """A share of 1 as a percentage with one decimal, or a dash."""
+    return f"{100 * value:.1f} %" if math.isfinite(value) else MISSING
+
+
+def peer(address: str) -> str:
+    """``HOST:PORT`` of a peer as gRPC names it: ``ipv6:%5B::1%5D:5000`` is ``[::1]:5000``."""
+    kind, separator, rest = unquote(address).partition(":")
+    return rest if separator and kind in ("ipv4", "ipv6") else address
+
+
+def facts(rows: Iterable[tuple[str, RenderableType]], title: str | None = None) -> Table:
+    """Two columns without a header: a name and its value."""
+    table = Table(box=None, show_header=False, title=title, title_justify="left", padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def last_measured(reply: pb.StatusReply) -> tuple[float, float, float, int]:
+    """Newest loss, validation loss, bits per byte and its round; NaN and -1 where not measured yet."""
+    loss = next((point.loss for point in reversed(reply.curve) if math.isfinite(point.loss)), math.nan)
+    for point in reversed(reply.curve):
+        if math.isfinite(point.validation_loss):
+            return loss, point.validation_loss, point.bits_per_byte, point.round
+    return loss, math.nan, math.nan, -1
+
+
+def present(reply: pb.StatusReply) -> int:
+    """Nodes that have not left."""
+    return sum(node.state != "left" for node in reply.nodes)
+
+
+def run_table(reply: pb.StatusReply) -> Table:
+    """The run in one table of names and values."""
+    loss, validation, bits, measured = last_measured(reply)
+    phase = Text(reply.phase, style=_PHASE_STYLES.get(reply.phase, "yellow"))
+    if reply.reason:
+        phase.append(f"  {reply.reason}", style="dim")
+    rows: list[tuple[str, RenderableType]] = [
+        ("run", Text(f"{reply.run}  {reply.method}  {reply.run_digest[:_DIGEST_SHOWN]}")),
+        ("phase", phase),
+        ("round", f"{reply.round} of {reply.rounds} committed, epoch {reply.epoch}"),
+        ("loss", f"{number(loss)} nats per token"),
+    ]
+    if measured >= 0:
+        rows.append(
+            ("validation", f"{number(validation)} nats, {number(bits)} bits per byte (round {measured})")
+        )
+    each_way = f"{format_bytes(reply.payload_bytes)} each way, {reply.parameters:,} parameters"
+    if reply.parameters:
+        each_way += f", {8 * reply.payload_bytes / reply.parameters:.3f} bits each"
+    rows.append(("payload", each_way))
+    rows.append(("traffic", f"{format_bytes(reply.bytes_in)} in, {format_bytes(reply.bytes_out)} out"))
+    if reply.seconds > 0:
+        pace = f", {reply.round / reply.seconds:.2f} rounds/s" if reply.round else ""
+        rows.append(("time", format_duration(reply.seconds) + pace))
+    rows.append(("agreement", percent(reply.agreement) if reply.round else MISSING))
+    rows.append(("digest", reply.state_digest or MISSING))
+    return facts(rows)
+
+
+def roster_table(nodes: Iterable[pb.NodeStatus]) -> Table:
+    """One row a node."""
+    table = Table(box=box.SIMPLE_HEAD, title="nodes", title_justify="left", title_style="bold")
+    for name in ("node", "name", "state", "address"):
+        table.add_column(name, overflow="fold")
+    for name in ("round", "loss", "up", "down", "agreement", "missed", "abstained", "compute"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for node in nodes:
+        reported = node.round > 0 or math.isfinite(node.loss)
+        table.add_row(
+            Text(node.node),
+            Text(node.name),
+            Text(node.state, style=_STATE_STYLES.get(node.state, "yellow")),
+            Text(peer(node.address)),
+            str(node.round) if reported else MISSING,
+            number(node.loss),
+            format_bytes(node.bytes_up),
+            format_bytes(node.bytes_down),
+            percent(node.agreement),
+            str(node.missed),
+            str(node.abstained),
+            percent(node.compute_share),
+        )
+    return table
+
+
+def counters_table(reply: pb.StatusReply) -> Table:
+    """What was refused or ignored, by kind."""
+    table = Table(box=box.SIMPLE_HEAD, title="refused or ignored", title_justify="left", title_style="bold")
+    table.add_column("kind")
+    table.add_column("count", justify="right")
+    for kind in sorted(reply.counters):
+        table.add_row(Text(kind), str(reply.counters[kind]))
+    return table
+
+
+def status_view(reply: pb.StatusReply) -> RenderableType:
+    """Everything of one status, for a terminal."""
+    parts: list[RenderableType] = [run_table(reply)]
+    if reply.nodes:
+        parts.append(roster_table(reply.nodes))
+    if any(reply.counters.values()):
+        parts.append(counters_table(reply))
+    return Group(*parts)
+
+
+def progress_line(reply: pb.StatusReply) -> str:
+    """The run in one line, for pipes and logs."""
+    loss, validation, bits, measured = last_measured(reply)
+    line = f"{reply.phase} round {reply.round}/{reply.rounds} nodes {present(reply)} loss {number(loss)}"
+    if measured >= 0:
+        line += f" validation {number(validation)} ({number(bits)} bits/byte)"
+    if reply.round:
+        line += f" agreement {percent(reply.agreement)} in {format_bytes(reply.bytes_in)}"
+        line += f" out {format_bytes(reply.bytes_out)}"
+    return line

@@ -1,0 +1,168 @@
+"""Events: what a node tells about its work, for a display, a log or metrics. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A sentence for people: what is waited for, what was refused. May come from the network thread."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """Model, data and optimizer are there."""
+
+    run: str
+    method: str
+    parameters: int  # that travel
+    payload_bytes: int  # one direction, one round
+    device: str
+    threads: int
+    round: int  # the first to be trained
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Admitted to a run."""
+
+    node: str
+    address: str
+    needs_state: bool
+
+
+@dataclass(frozen=True)
+class Abstained:
+    """Nothing was contributed to a round."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A round has been applied.
+
+    ``seconds`` is wall time by phase: data, compute, propose, exchange, apply, digest, evaluate. Bytes are
+    totals since the node started. ``loss`` is in nats per token of the node's own batch; NaN if none.
+    """
+
+    round: int
+    rounds: int
+    loss: float
+    tokens: int
+    counted: bool
+    voters: tuple[str, ...]
+    agreement: float
+    reason: str
+    digest: str
+    bytes_up: int
+    bytes_down: int
+    compute_seconds: float
+    busy_seconds: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    validation_loss: float | None = None
+    bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True)
+class RoundMissed:
+    """A round was decided without this node and its result has not been applied; a state will be loaded."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StateLoaded:
+    """The shared state before ``round`` came from another node."""
+
+    round: int
+    nbytes: int
+    digest: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StateSent:
+    """The shared state before ``round`` went to nodes that are joining."""
+
+    round: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TransferFailed:
+    """A transfer of shared state broke off; the coordinator decides what follows."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A validation loss outside of a round, asked for with the stop."""
+
+    round: int  # the last one applied
+    validation_loss: float  # nats per token
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint is complete on disk."""
+
+    round: int  # the next to be trained
+    path: Path
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The node leaves the run."""
+
+    done: bool  # the run has reached its last round
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a node did, from its first round to its stop."""
+
+    done: bool  # the run has reached its last round
+    reason: str
+    round: int  # the next that would be trained
+    trained: int  # rounds this node contributed to and was counted in
+    abstained: int
+    tokens: int
+    loss: float  # nats per token of the last batch
+    validation_loss: float  # last measured here, NaN if never
+    bits_per_byte: float
+    digest: str
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    compute_share: float  # of the process's CPU time
+
+
+Event: TypeAlias = (
+    Notice
+    | Started
+    | Joined
+    | Abstained
+    | RoundDone
+    | RoundMissed
+    | StateLoaded
+    | StateSent
+    | TransferFailed
+    | Evaluated
+    | Saved
+    | Stopped
+)
+Listener = Callable[[Event], None]

@@ -1,0 +1,180 @@
+"""The link: the gRPC channels of a node to its coordinator, and the calls it makes on them, metered.
+
+Control and bulk travel on separate connections: a slow uplink full of payload must not delay heartbeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
+from grpc import aio
+
+from node.exchange import meter
+from node.exchange.meter import Meter
+from node.exchange.trouble import Kind, Trouble, diagnose
+from protos import atoll_pb2 as pb
+from protos import wire
+from protos.grpc_options import CHANNEL_OPTIONS
+from protos.invite import Invite
+
+M = TypeVar("M", bound=Message)
+Call = aio.StreamStreamCall[Any, Any]
+
+_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    # Pauses between attempts are ours (retry.py), gRPC's own must be shorter.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Deadlines of a node's dealings with the coordinator, in seconds."""
+
+    wait: float = 120.0  # for a coordinator to be there when the node starts
+    reconnect: float = 120.0  # for one that went away in mid-run
+    call: float = 10.0  # an ordinary call
+    order: float = 3600.0  # between two orders, for instance while other nodes are awaited
+    round: float = 1800.0  # from contribution to commit
+    transfer: float = 6 * 3600.0  # of the shared state
+    stall: float = 120.0  # without a byte in such a transfer
+    leave: float = 3.0  # for a clean departure
+
+
+class Link:
+    """Opened and used in the network thread only."""
+
+    def __init__(self, invite: Invite, counter: Meter, limits: Limits) -> None:
+        self.address = invite.address
+        self.limits = limits
+        self._token = invite.token
+        self._meter = counter
+        self._control: aio.Channel | None = None
+        self._bulk: aio.Channel | None = None
+
+    def open(self) -> None:
+        """Make the channels; connecting happens with the first call."""
+        self._control = aio.insecure_channel(self.address, options=_OPTIONS)
+        self._bulk = aio.insecure_channel(self.address, options=_OPTIONS)
+
+    async def close(self) -> None:
+        """End both connections and every call on them."""
+        for channel in (self._control, self._bulk):
+            if channel is not None:
+                await channel.close(None)
+
+    async def get_run(self) -> pb.GetRunReply:
+        """What run this is.
+
+        Raises:
+            Trouble: unreachable, refused, or another protocol version.
+        """
+        reply = await self._unary("GetRun", pb.GetRunRequest(protocol=wire.PROTOCOL), pb.GetRunReply)
+        if reply.protocol != wire.PROTOCOL:
+            raise Trouble(
+                Kind.PROTOCOL,
+                f"the coordinator at {self.address} speaks protocol {reply.protocol}, this node "
+                f"{wire.PROTOCOL}: install the same version of Atoll on both",
+            )
+        return reply
+
+    async def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+        """Ask for admission.
+
+        Raises:
+            Trouble: unreachable or refused.
+        """
+        return await self._unary("Join", request, pb.JoinReply)
+
+    def session(self, secret: str) -> Call:
+        """The stream that keeps the node in the run: NodeMessage up, CoordinatorMessage down."""
+        assert self._control is not None
+        method = self._control.stream_stream(
+            f"/{wire.CONTROL_SERVICE}/Session",
+            request_serializer=self._counting_serializer("up"),
+            response_deserializer=self._counting_parser(pb.CoordinatorMessage),
+        )
+        return method(None, metadata=self._metadata(secret))
+
+    def exchange(self, secret: str) -> Call:
+        """The stream of one round."""
+        return self._frames("Exchange", secret, ("contribution", "result"), self.limits.round)
+
+    def put_state(self, secret: str) -> aio.StreamUnaryCall[bytes, bytes]:
+        """The upload of shared state; the reply is a StateReceipt."""
+        assert self._bulk is not None
+        method = self._bulk.stream_unary(
+            f"/{wire.BULK_SERVICE}/PutState",
+            request_serializer=self._counter("up", "state"),
+            response_deserializer=self._counter("down", "state"),
+        )
+        return method(None, metadata=self._metadata(secret), timeout=self.limits.transfer)
+
+    def get_state(self, secret: str, request: pb.StateHeader) -> aio.UnaryStreamCall[bytes, bytes]:
+        """The download of shared state."""
+        assert self._bulk is not None
+        method = self._bulk.unary_stream(
+            f"/{wire.BULK_SERVICE}/GetState",
+            request_serializer=self._counter("up", "state"),
+            response_deserializer=self._counter("down", "state"),
+        )
+        return method(
+            request.SerializeToString(), metadata=self._metadata(secret), timeout=self.limits.transfer
+        )
+
+    def trouble(self, error: aio.AioRpcError, seconds: float) -> Trouble:
+        """What the failure of a call means."""
+        return diagnose(error.code(), error.details(), self.address, seconds=seconds)
+
+    def _frames(self, name: str, secret: str, kinds: tuple[meter.Kind, meter.Kind], seconds: float) -> Call:
+        assert self._bulk is not None
+        method = self._bulk.stream_stream(
+            f"/{wire.BULK_SERVICE}/{name}",
+            request_serializer=self._counter("up", kinds[0]),
+            response_deserializer=self._counter("down", kinds[1]),
+        )
+        return method(None, metadata=self._metadata(secret), timeout=seconds)
+
+    async def _unary(self, name: str, request: Message, reply: type[M]) -> M:
+        assert self._control is not None
+        method = self._control.unary_unary(
+            f"/{wire.CONTROL_SERVICE}/{name}",
+            request_serializer=self._counting_serializer("up"),
+            response_deserializer=self._counting_parser(reply),
+        )
+        try:
+            answer: M = await method(request, metadata=self._metadata(), timeout=self.limits.call)
+        except aio.AioRpcError as error:
+            raise self.trouble(error, self.limits.call) from None
+        return answer
+
+    def _metadata(self, secret: str = "") -> aio.Metadata:
+        token = (wire.TOKEN_KEY, self._token)
+        return aio.Metadata(token, (wire.SESSION_KEY, secret)) if secret else aio.Metadata(token)
+
+    def _counter(self, direction: meter.Direction, kind: meter.Kind) -> Callable[[bytes], bytes]:
+        def count(message: bytes) -> bytes:
+            self._meter.add(direction, kind, len(message))
+            return message
+
+        return count
+
+    def _counting_serializer(self, direction: meter.Direction) -> Callable[[Message], bytes]:
+        count = self._counter(direction, "control")
+        return lambda message: count(message.SerializeToString())
+
+    def _counting_parser(self, message: type[M]) -> Callable[[bytes], M]:
+        count = self._counter("down", "control")
+
+        def parse(data: bytes) -> M:
+            result = message()
+            result.ParseFromString(count(data))
+            return result
+
+        return parse

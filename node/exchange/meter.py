@@ -1,0 +1,45 @@
+"""The meter: every byte a node sends or receives, by direction and kind.
+
+Counted are gRPC messages as they enter and leave the transport: our own frame prefix, the body, and the 5
+bytes that gRPC puts before every message. HTTP/2 frame headers (9 bytes per 16 KiB) and packet headers are
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal
+
+Direction = Literal["up", "down"]
+Kind = Literal["contribution", "result", "control", "state"]
+
+DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")
+KINDS: Final[tuple[Kind, ...]] = ("contribution", "result", "control", "state")
+MESSAGE_PREFIX_BYTES: Final = 5
+
+
+class Meter:
+    """Totals since the node started. One thread adds; any thread may read.
+
+    Args:
+        on_bytes: called with every addition (direction, kind, bytes), for instance a metrics counter.
+    """
+
+    def __init__(self, on_bytes: Callable[[Direction, Kind, int], None] | None = None) -> None:
+        self._bytes = {(direction, kind): 0 for direction in DIRECTIONS for kind in KINDS}
+        self._on_bytes = on_bytes
+
+    def add(self, direction: Direction, kind: Kind, message_bytes: int) -> None:
+        """Count one message of ``message_bytes`` bytes and its prefix."""
+        nbytes = message_bytes + MESSAGE_PREFIX_BYTES
+        self._bytes[direction, kind] += nbytes
+        if self._on_bytes is not None:
+            self._on_bytes(direction, kind, nbytes)
+
+    def total(self, direction: Direction) -> int:
+        """Bytes of all kinds in one direction."""
+        return sum(self._bytes[direction, kind] for kind in KINDS)
+
+    def counts(self) -> dict[tuple[Direction, Kind], int]:
+        """A copy of every counter."""
+        return dict(self._bytes)

@@ -1,0 +1,92 @@
+"""A result while it arrives: chunks land in place and count only once a commit with their digest has come."""
+
+from __future__ import annotations
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from node.exchange.trouble import Kind, Trouble
+from protos import atoll_pb2 as pb
+from protos import wire
+
+
+class ResultAssembly:
+    """Puts the frames of one result together.
+
+    Args:
+        buffer: where the payload goes, as long as the bucket table says.
+        round_index: the round that was asked for.
+    """
+
+    def __init__(self, buffer: memoryview, round_index: int) -> None:
+        self._buffer = buffer
+        self.round = round_index
+        self._attempt = 0
+        self._received = 0
+        self._hasher = xxhash.xxh3_128()
+
+    def add(self, message: bytes) -> pb.Commit | None:
+        """Take the next frame; the commit once it has come and everything fits.
+
+        Raises:
+            Trouble: kind PROTOCOL, if a frame or the digest is wrong. Nothing may be applied then.
+        """
+        try:
+            frame = wire.decode_frame(message)
+        except wire.FrameError as error:
+            raise self._broken(str(error)) from error
+        if frame.kind == wire.CHUNK:
+            self._chunk(frame)
+            return None
+        if frame.kind == wire.RESTART:
+            self._restart(frame.attempt)
+            return None
+        if frame.kind == wire.COMMIT:
+            return self._commit(frame.body)
+        raise self._broken(f"a frame of kind {frame.kind} has no place in a result")
+
+    def _chunk(self, frame: wire.Frame) -> None:
+        if frame.attempt != self._attempt:
+            if frame.offset or self._received:
+                raise self._broken(f"a chunk of attempt {frame.attempt} came in attempt {self._attempt}")
+            self._attempt = frame.attempt  # a stored result is served as it was made
+        if frame.offset != self._received:
+            raise self._broken(f"a chunk starts at byte {frame.offset}, expected was {self._received}")
+        end = frame.offset + len(frame.body)
+        if end > len(self._buffer):
+            raise self._broken(f"it exceeds the {len(self._buffer)} bytes of the bucket table")
+        self._buffer[frame.offset : end] = frame.body
+        self._hasher.update(frame.body)
+        self._received = end
+
+    def _restart(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._received = 0
+        self._hasher.reset()
+
+    def _commit(self, body: memoryview) -> pb.Commit:
+        commit = pb.Commit()
+        try:
+            commit.ParseFromString(bytes(body))
+        except DecodeError as error:
+            raise self._broken(f"its commit cannot be read: {error}") from error
+        if commit.round != self.round:
+            raise self._broken(f"it commits round {commit.round}")
+        if commit.nbytes not in (0, len(self._buffer)):
+            raise self._broken(
+                f"it announces {commit.nbytes} bytes, the bucket table has {len(self._buffer)}"
+            )
+        if commit.nbytes != self._received:
+            raise self._broken(f"it announces {commit.nbytes} bytes, {self._received} came")
+        if len(commit.voters) != len(commit.weights):
+            raise self._broken(f"it names {len(commit.voters)} voters and {len(commit.weights)} weights")
+        if commit.nbytes and commit.payload_digest != (digest := self._hasher.hexdigest()):
+            raise self._broken(f"its digest is {digest}, the coordinator announced {commit.payload_digest}")
+        return commit
+
+    def _broken(self, what: str) -> Trouble:
+        return Trouble(
+            Kind.PROTOCOL,
+            f"the result of round {self.round} is damaged and was not applied: {what}. Nothing of the run is "
+            "lost: start this node again, and check its memory and network if this repeats",
+        )

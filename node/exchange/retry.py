@@ -1,0 +1,110 @@
+"""Retry: trying again with growing pauses, for a bounded time, saying what is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from node.exchange.trouble import Kind, Trouble
+
+T = TypeVar("T")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Pauses between attempts: exponential, with half of each drawn at random so that nodes spread out."""
+
+    first: float = 0.5  # seconds
+    factor: float = 2.0
+    cap: float = 10.0  # seconds
+
+    def pause(self, failures: int, uniform: float) -> float:
+        """Seconds to wait after ``failures`` failures in a row (1, 2, ...), given a draw from [0, 1)."""
+        full = min(self.cap, self.first * self.factor ** min(failures - 1, 60))
+        return full * (0.5 + 0.5 * uniform)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Clock, sleep and randomness of the network side, replaceable in tests."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    uniform: Callable[[], float] = random.random
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class Patience:
+    """One span of waiting: counts failures, paces attempts, and ends after ``seconds``.
+
+    Args:
+        what: what is waited for, as in "waiting for {what}".
+        seconds: how long in all, from the first failure on.
+        timing: clock, sleep, randomness.
+        say: receives a sentence before every pause.
+    """
+
+    def __init__(self, what: str, seconds: float, timing: Timing, say: Say) -> None:
+        self._what = what
+        self._seconds = seconds
+        self._timing = timing
+        self._say = say
+        self._failures = 0
+        self._since = timing.now()
+
+    def reset(self) -> None:
+        """Something went well: the next failure starts a new span."""
+        self._failures = 0
+
+    async def endure(self, trouble: Trouble) -> None:
+        """Pause before the next attempt.
+
+        Raises:
+            Trouble: ``trouble`` itself if trying again cannot help; one of its kind that tells how long was
+                waited once the span is over.
+        """
+        if not trouble.passing:
+            raise trouble
+        if not self._failures:
+            self._since = self._timing.now()
+        self._failures += 1
+        left = self._since + self._seconds - self._timing.now()
+        if left <= 0:
+            times = "once" if self._failures == 1 else f"{self._failures} times"
+            raise Trouble(
+                trouble.kind, f"gave up on {self._what} after {self._seconds:.3g} s, tried {times}: {trouble}"
+            ) from trouble
+        pause = min(self._timing.backoff.pause(self._failures, self._timing.uniform()), left)
+        self._say(f"waiting for {self._what}: {trouble}; trying again in {pause:.2g} s, {left:.0f} s left")
+        await self._timing.sleep(pause)
+
+
+async def persist(attempt: Callable[[], Awaitable[T]], patience: Patience) -> T:
+    """Repeat ``attempt`` until it succeeds or ``patience`` ends.
+
+    Raises:
+        Trouble: see :meth:`Patience.endure`.
+    """
+    while True:
+        try:
+            return await attempt()
+        except Trouble as trouble:
+            await patience.endure(trouble)
+
+
+async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
+    """``work`` with a deadline that has a name.
+
+    Raises:
+        Trouble: kind SILENT, once ``seconds`` are over.
+    """
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except asyncio.TimeoutError:
+        raise Trouble(Kind.SILENT, f"{what} took longer than {seconds:.3g} s") from None

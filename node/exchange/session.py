@@ -1,0 +1,284 @@
+"""The session: one stream that keeps a node in its run, held up through broken connections and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass, replace
+
+from grpc import aio
+
+from node.exchange.base import DonateOrder, ExchangeError, LoadOrder, Order, RoundOrder, StopOrder
+from node.exchange.link import Call, Link
+from node.exchange.retry import Patience, Say, Timing, persist
+from node.exchange.trouble import Kind, RoundLost, Trouble
+from protos import atoll_pb2 as pb
+from protos import wire
+
+_MAX_UNSENT = 256  # messages kept while the connection is down
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a node says about itself when it joins; see the message JoinRequest."""
+
+    name: str
+    run_digest: str
+    table_digest: str
+    data_digest: str
+    dtype: str
+    state_digest: str
+    round: int
+    weight: int
+
+    def request(self) -> pb.JoinRequest:
+        """The message."""
+        return pb.JoinRequest(
+            protocol=wire.PROTOCOL,
+            name=self.name,
+            run_digest=self.run_digest,
+            table_digest=self.table_digest,
+            data_digest=self.data_digest,
+            dtype=self.dtype,
+            state_digest=self.state_digest,
+            round=self.round,
+            weight=self.weight,
+        )
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The coordinator's answer; ``session`` is a secret."""
+
+    node: str
+    session: str
+    heartbeat_seconds: float
+    needs_state: bool
+
+
+class Session:
+    """Used in the network thread only.
+
+    Args:
+        link: opened.
+        timing: clock, sleep and randomness of the reconnects.
+        say: receives what is waited for.
+    """
+
+    def __init__(self, link: Link, timing: Timing, say: Say) -> None:
+        self._link = link
+        self._timing = timing
+        self._say = say
+        self._claim: Claim | None = None
+        self._admission: Admission | None = None
+        self._orders: deque[Order] = deque()
+        self._unsent: deque[pb.NodeMessage] = deque(maxlen=_MAX_UNSENT)
+        self._outgoing = asyncio.Event()
+        self._news = asyncio.Event()
+        self._failure: ExchangeError | None = None
+        self._leaving = False
+        self._stopped = False
+        self._heard = False  # anything on the present stream
+        self._task: asyncio.Task[None] | None = None
+        self.generation = 0  # of the stream: grows with every reconnect
+        self.order_generation = 0  # of the stream that brought the last order
+        self.connected = False
+        self.halted = asyncio.Event()  # ordered to leave before the run's end, or given up
+
+    @property
+    def secret(self) -> str:
+        """Of the present session, for the metadata of bulk calls."""
+        return self._admission.session if self._admission else ""
+
+    async def join(self, claim: Claim, seconds: float) -> Admission:
+        """Ask for admission, then hold the stream from now on.
+
+        Raises:
+            Trouble: refused, or not there for ``seconds``.
+        """
+        self._claim = claim
+        admission = await self._ask(self._patience(seconds))
+        self._task = asyncio.ensure_future(self._hold())
+        return admission
+
+    def hold_state(self, round_index: int, state_digest: str) -> None:
+        """Remember the shared state that a rejoin may claim: that before ``round_index``."""
+        if self._claim is not None:
+            self._claim = replace(self._claim, round=round_index, state_digest=state_digest)
+
+    def send(self, message: pb.NodeMessage) -> None:
+        """Queue a message; it survives a reconnect."""
+        self._unsent.append(message)
+        self._outgoing.set()
+
+    async def next_order(self) -> Order:
+        """The oldest order that has not been taken.
+
+        Raises:
+            ExchangeError: the session has failed for good, or has ended after its stop.
+        """
+        while not self._orders:
+            if self._failure is not None:
+                raise self._failure
+            await self._something_new()
+        self.order_generation = self.generation
+        return self._orders.popleft()
+
+    async def _something_new(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    async def offered_again(self, order: RoundOrder) -> RoundOrder:
+        """After the stream that brought ``order`` has ended: wait until its round is open to us again.
+
+        Raises:
+            RoundLost: the coordinator has something else for this node, which :meth:`next_order` will return.
+            ExchangeError: the session has failed for good.
+        """
+        while self.generation == self.order_generation and self._failure is None:
+            await self._something_new()
+        following = await self.next_order()
+        if isinstance(following, RoundOrder) and following.round == order.round:
+            return following
+        self._orders.appendleft(following)
+        raise RoundLost(
+            f"round {order.round} went on without this node while it was cut off from {self._link.address}"
+        )
+
+    async def leave(self, reason: str) -> None:
+        """Say goodbye after everything that is queued, and end the stream."""
+        self._leaving = True
+        self.send(pb.NodeMessage(leave=pb.Leave(reason=reason)))
+        if self._task is None:
+            return
+        if not self.connected:
+            self._task.cancel()
+        await asyncio.wait({self._task}, timeout=self._link.limits.leave)
+        self._task.cancel()
+
+    # ---------------------------------------------------------------------------- the stream
+
+    def _patience(self, seconds: float) -> Patience:
+        return Patience(f"the coordinator at {self._link.address}", seconds, self._timing, self._say)
+
+    async def _ask(self, patience: Patience) -> Admission:
+        claim = self._claim
+        assert claim is not None
+        reply = await persist(lambda: self._link.join(claim.request()), patience)
+        self._admission = Admission(reply.node, reply.session, reply.heartbeat_seconds, reply.needs_state)
+        return self._admission
+
+    async def _hold(self) -> None:
+        """Keep a stream open until the node leaves; ask for admission again once the session is unknown."""
+        patience = self._patience(self._link.limits.reconnect)
+        try:
+            while not self._leaving:
+                opened = self._timing.now()
+                try:
+                    admission = self._admission
+                    if admission is None:
+                        admission = await self._ask(patience)
+                        self._say(f"joined {self._link.address} again, as {admission.node}")
+                    if await self._stream(admission):
+                        return
+                except Trouble as trouble:
+                    if self._heard or self._timing.now() - opened > self._timing.backoff.cap:
+                        patience.reset()
+                    if trouble.kind is Kind.SESSION_UNKNOWN and self._admission is not None:
+                        self._admission = None
+                        trouble = Trouble(Kind.BROKEN, f"{trouble}; joining again")
+                    await patience.endure(trouble)
+        except ExchangeError as failure:
+            self._failure = failure
+            self.halted.set()
+            self._news.set()
+
+    async def _stream(self, admission: Admission) -> bool:
+        """One stream from its start to its end; True if it ended as it should."""
+        call = self._link.session(admission.session)
+        self._orders.clear()
+        self._heard = False
+        self.generation += 1
+        self.connected = True
+        self._news.set()
+        writer = asyncio.ensure_future(self._write(call, admission.heartbeat_seconds))
+        try:
+            while isinstance(message := await call.read(), pb.CoordinatorMessage):
+                self._take(message)
+        except aio.AioRpcError as error:
+            if not self._over:
+                raise self._link.trouble(error, 0.0) from None
+        finally:
+            self.connected = False
+            writer.cancel()
+            call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+        if not self._over:
+            raise Trouble(
+                Kind.CUT, f"the coordinator at {self._link.address} ended the session without a word"
+            )
+        # Not a halt: after a stop that says "done" the last commit may still be on its way.
+        self._failure = ExchangeError(f"the coordinator at {self._link.address} has ended the session")
+        self._news.set()
+        return True
+
+    @property
+    def _over(self) -> bool:
+        return self._leaving or self._stopped
+
+    async def _write(self, call: Call, heartbeat_seconds: float) -> None:
+        """Send what is queued, and a heartbeat every ``heartbeat_seconds``."""
+        beat = self._timing.now() + heartbeat_seconds
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns why
+            while True:
+                while self._unsent:
+                    message = self._unsent[0]
+                    await call.write(message)
+                    if self._unsent and self._unsent[0] is message:
+                        self._unsent.popleft()
+                    if message.HasField("leave"):
+                        await call.done_writing()
+                        return
+                if (left := beat - self._timing.now()) <= 0:
+                    await call.write(pb.NodeMessage(heartbeat=pb.Heartbeat()))
+                    beat = self._timing.now() + heartbeat_seconds
+                    continue
+                self._outgoing.clear()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._outgoing.wait(), left)
+
+    def _take(self, message: pb.CoordinatorMessage) -> None:
+        self._heard = True
+        order = _order(message)
+        if order is None:
+            return
+        if isinstance(order, StopOrder):
+            self._stopped = True
+            if not order.done:
+                self.halted.set()
+        self._orders.append(order)
+        self._news.set()
+
+
+def _order(message: pb.CoordinatorMessage) -> Order | None:
+    """The order in a message; ``None`` for a kind that a later version may have added."""
+    kind = message.WhichOneof("kind")
+    if kind == "round_open":
+        opened = message.round_open
+        return RoundOrder(
+            round=opened.round,
+            epoch=opened.epoch,
+            members=tuple(opened.members),
+            lease_start=opened.lease_start,
+            lease_count=opened.lease_count,
+            evaluate=opened.evaluate,
+            result_ready=opened.result_ready,
+        )
+    if kind == "donate":
+        return DonateOrder(message.donate.transfer, message.donate.round)
+    if kind == "load_state":
+        return LoadOrder(message.load_state.transfer, message.load_state.round)
+    if kind == "stop":
+        return StopOrder(message.stop.done, message.stop.reason, message.stop.evaluate)
+    return None

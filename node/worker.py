@@ -1,0 +1,390 @@
+"""The worker: the training loop of a node, from the next order to the report, whatever carries the bytes.
+
+World size 1 on a local exchange and a node among thousands run the same code.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from node import checkpoint
+from node.checkpoint import Saving
+from node.evaluation import Data, Evaluator, Model, Validation
+from node.events import (
+    Abstained,
+    Evaluated,
+    Listener,
+    RoundDone,
+    RoundMissed,
+    Saved,
+    StateLoaded,
+    StateSent,
+    Stopped,
+    Summary,
+    TransferFailed,
+)
+from node.exchange.base import (
+    DonateOrder,
+    Exchange,
+    ExchangeError,
+    LoadOrder,
+    RoundOrder,
+    RoundResult,
+    StopOrder,
+    WorkReport,
+)
+from node.exchange.trouble import RoundLost, TransferError
+from node.state import SharedState
+from optim.exchanged import ExchangedOptimizer
+from optim.schedules import factor, set_learning_rates
+from protos.runfile import RunFile
+
+INTERRUPTED: Final = "interrupted by its user"
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Where durations come from, in seconds: ``wall`` for phases, ``cpu`` for the share that is compute."""
+
+    wall: Callable[[], float] = time.perf_counter
+    cpu: Callable[[], float] = time.process_time
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a node has done for a round; without a payload it abstains for ``reason``."""
+
+    payload: torch.Tensor | None = None
+    loss: float = math.nan  # nats per token
+    tokens: int = 0  # predicted
+    compute: float = 0.0  # CPU seconds in forward and backward
+    reason: str = ""
+
+
+class Worker:
+    """One node's loop.
+
+    Args:
+        runfile: of the run.
+        model: on ``device``, in its initial or loaded state.
+        data: the run's.
+        optimizer: over the model's parameters.
+        exchange: joined already.
+        device: where batches go.
+        round_index: the next round to train; greater than 0 after a checkpoint was loaded.
+        on_event: told about everything that happens.
+        saving: where checkpoints go.
+        clocks: for tests.
+    """
+
+    def __init__(
+        self,
+        runfile: RunFile,
+        model: Model,
+        data: Data,
+        optimizer: ExchangedOptimizer,
+        exchange: Exchange,
+        *,
+        device: torch.device | str = "cpu",
+        round_index: int = 0,
+        on_event: Listener = lambda event: None,
+        saving: Saving | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:
+        self.state = SharedState(optimizer.shared_tensors())
+        self.round = round_index
+        self.waiting = False  # for others: nothing is lost if the wait is interrupted
+        self._consistent = True  # shared and local state are those before self.round
+        self._whole = True  # the shared state was not left half loaded
+        self._runfile = runfile
+        self._model = model
+        self._data = data
+        self._optimizer = optimizer
+        self._exchange = exchange
+        self._device = torch.device(device)
+        self._on_event = on_event
+        self._saving = saving
+        self._clocks = clocks or _clocks_for(self._device)
+        self._payload = torch.empty(optimizer.table.nbytes, dtype=torch.uint8)
+        self._evaluator = Evaluator(model, data, runfile.run.validation_windows, self._device)
+        self._seconds: dict[str, float] = {}
+        self.interrupted = False  # by interrupt(): the loop ends after the present round
+        self._digest = ""
+        self._loss = math.nan
+        self._measured = Validation(math.nan, math.nan)
+        self._trained = self._abstained = self._tokens = 0
+        self._compute_total = self._busy_total = self._busy_mark = 0.0
+
+    # ------------------------------------------------------------------------------- the loop
+
+    def run(self) -> Summary:
+        """Follow orders until the stop.
+
+        Raises:
+            ExchangeError: the run cannot go on with this node; the text says why.
+            CheckpointError: a checkpoint could not be written.
+        """
+        started = self._clocks.wall()
+        self._busy_mark = self._clocks.cpu()
+        stop = self._follow()
+        if stop.evaluate and self.round > 0:
+            self._last_evaluation()
+        self.save()
+        self._on_event(Stopped(stop.done, stop.reason))
+        up, down = self._exchange.bytes_counted()
+        return Summary(
+            done=stop.done,
+            reason=stop.reason,
+            round=self.round,
+            trained=self._trained,
+            abstained=self._abstained,
+            tokens=self._tokens,
+            loss=self._loss,
+            validation_loss=self._measured.loss,
+            bits_per_byte=self._measured.bits_per_byte,
+            digest=self._digest or self.state.digest(),
+            bytes_up=up,
+            bytes_down=down,
+            seconds=self._clocks.wall() - started,
+            compute_share=self._compute_total / self._busy_total if self._busy_total > 0 else 0.0,
+        )
+
+    def interrupt(self) -> None:
+        """Ask the loop to end after the present round; callable from signal handlers."""
+        self.interrupted = True
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is a place for it and the state is that between two rounds.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saving is None or not (self._consistent and self._whole):
+            return
+        path = checkpoint.save(
+            self._saving.folder,
+            round_index=self.round,
+            run_name=self._runfile.run.name,
+            run_toml=self._runfile.to_toml(),
+            run_digest=self._runfile.digest,
+            shared=self.state.tensors,
+            shared_digest=self._digest or self.state.digest(),
+            local=self._optimizer.local_tensors(),
+        )
+        self._on_event(Saved(self.round, path))
+
+    def _follow(self) -> StopOrder:
+        while True:
+            if self.interrupted:
+                return StopOrder(done=False, reason=INTERRUPTED, evaluate=False)
+            with self._interruptible():
+                order = self._exchange.next_order()
+            if isinstance(order, RoundOrder):
+                self._round(order)
+            elif isinstance(order, DonateOrder):
+                self._donate(order)
+            elif isinstance(order, LoadOrder):
+                self._load(order)
+            else:
+                return order
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = False
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = self._clocks.wall()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clocks.wall() - start
+
+    # ------------------------------------------------------------------------------- one round
+
+    def _round(self, order: RoundOrder) -> None:
+        if order.round < self.round:
+            return  # offered again after a reconnect, and applied already
+        if order.round > self.round or not self._whole:
+            held = f"that of round {self.round}" if self._whole else "incomplete after a broken transfer"
+            raise ExchangeError(
+                f"the coordinator opened round {order.round}, but this node's state is {held}: start the "
+                "node again, it will load the present state"
+            )
+        self._seconds = {}
+        self._set_rate(order.round)
+        work = self._work(order)
+        if work.reason and not order.result_ready:
+            self._abstained += 1
+            self._on_event(Abstained(order.round, work.reason))
+        try:
+            with self._phase("exchange"), self._interruptible():
+                result = self._exchange.reduce(order, work.payload, work.reason)
+        except RoundLost as lost:
+            self._on_event(RoundMissed(order.round, str(lost)))
+            return
+        self._consistent = False
+        with self._phase("apply"):
+            self._optimizer.apply(order.round, result.payload)
+        self.round = order.round + 1
+        self._consistent = True
+        with self._phase("digest"):
+            self._digest = self.state.digest()
+        self._trained += result.counted
+        self._tokens += work.tokens
+        self._loss = work.loss if work.tokens else self._loss
+        self._compute_total += work.compute
+        self._tell(work, result, self._take_busy(), self._evaluate() if order.evaluate else None)
+        if self._saving is not None and self._saving.every and self.round % self._saving.every == 0:
+            self.save()
+
+    def _set_rate(self, round_index: int) -> None:
+        run, method = self._runfile.run, self._runfile.method
+        shape, warmup, final = method.schedule, method.warmup, method.final
+        rate = factor(round_index, run.rounds, warmup=warmup, shape=shape, final=final)
+        set_learning_rates(self._optimizer, rate)
+
+    def _work(self, order: RoundOrder) -> _Work:
+        """Read, compute and propose, as far as the order asks for it."""
+        if order.result_ready:
+            return _Work(reason="catching up")
+        if not order.lease_count:
+            return _Work(reason="no samples were leased to this node")
+        with self._phase("data"):
+            batch = self._data.batch(order.lease_start, order.lease_count, self._runfile.run.seed)
+            tokens = batch.to(self._device)
+        mark = self._clocks.cpu()
+        with self._phase("compute"):
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = self._model.loss(tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
+            value = float(loss.detach())
+        compute = self._clocks.cpu() - mark
+        with self._phase("propose"):
+            self._consistent = False
+            usable = self._optimizer.propose(order.round, self._payload)
+        if not usable:
+            self._consistent = True
+            return _Work(compute=compute, reason=f"the gradient is not finite (loss {value:.4g})")
+        predicted = tokens.shape[0] * (tokens.shape[1] - 1)
+        return _Work(self._payload, value, predicted, compute)
+
+    def _tell(self, work: _Work, result: RoundResult, busy: float, measured: Validation | None) -> None:
+        """Report to the others, and to whoever listens here."""
+        validation_loss = measured.loss if measured else None
+        bits_per_byte = measured.bits_per_byte if measured else None
+        self._exchange.report(
+            WorkReport(
+                round=result.round,
+                state_digest=self._digest,
+                loss=work.loss,
+                tokens=work.tokens,
+                compute_seconds=work.compute,
+                busy_seconds=busy,
+                validation_loss=validation_loss,
+                bits_per_byte=bits_per_byte,
+            )
+        )
+        up, down = self._exchange.bytes_counted()
+        self._on_event(
+            RoundDone(
+                round=result.round,
+                rounds=self._runfile.run.rounds,
+                loss=work.loss,
+                tokens=work.tokens,
+                counted=result.counted,
+                voters=result.voters,
+                agreement=result.agreement,
+                reason=result.reason,
+                digest=self._digest,
+                bytes_up=up,
+                bytes_down=down,
+                compute_seconds=work.compute,
+                busy_seconds=busy,
+                seconds=self._seconds,
+                validation_loss=validation_loss,
+                bits_per_byte=bits_per_byte,
+            )
+        )
+
+    def _take_busy(self) -> float:
+        mark, self._busy_mark = self._busy_mark, self._clocks.cpu()
+        busy = self._busy_mark - mark
+        self._busy_total += busy
+        return busy
+
+    def _evaluate(self) -> Validation:
+        """Measure; its CPU time counts neither as compute nor as overhead of a round."""
+        with self._phase("evaluate"):
+            self._measured = self._evaluator.measure()
+        self._busy_mark = self._clocks.cpu()
+        return self._measured
+
+    def _last_evaluation(self) -> None:
+        measured = self._evaluate()
+        report = WorkReport(
+            round=self.round - 1,
+            state_digest=self._digest or self.state.digest(),
+            loss=self._loss,
+            tokens=0,
+            compute_seconds=0.0,
+            busy_seconds=self._take_busy(),
+            validation_loss=measured.loss,
+            bits_per_byte=measured.bits_per_byte,
+        )
+        self._exchange.report(report)
+        self._on_event(Evaluated(self.round - 1, measured.loss, measured.bits_per_byte))
+
+    # ----------------------------------------------------------------------------- shared state
+
+    def _donate(self, order: DonateOrder) -> None:
+        start = self._clocks.wall()
+        if order.round != self.round or not self._whole:
+            reason = f"asked for the state of round {order.round}, this node holds that of round {self.round}"
+            self._on_event(TransferFailed(order.round, reason))
+            return
+        digest = self._digest or self.state.digest()
+        try:
+            with self._interruptible():
+                self._exchange.donate(order, self.state.tensors, digest)
+        except TransferError as error:
+            self._on_event(TransferFailed(order.round, str(error)))
+            return
+        self._on_event(StateSent(order.round, self.state.nbytes, self._clocks.wall() - start))
+
+    def _load(self, order: LoadOrder) -> None:
+        """Replace the shared state. Momenta stay: they are this node's own."""
+        start = self._clocks.wall()
+        self._whole = False
+        try:
+            with self._interruptible():
+                announced = self._exchange.load(order, self.state.tensors)
+            digest = self.state.digest()
+            if digest != announced:
+                raise TransferError(
+                    f"the loaded state has the digest {digest}, the donor announced {announced}"
+                )
+        except TransferError as error:
+            self._on_event(TransferFailed(order.round, str(error)))
+            return
+        self._whole = self._consistent = True
+        self._digest = digest
+        self.round = order.round
+        self._exchange.ready(order.round, digest)
+        self._on_event(StateLoaded(order.round, self.state.nbytes, digest, self._clocks.wall() - start))
+
+
+def _clocks_for(device: torch.device) -> Clocks:
+    """On an accelerator the CPU's time says little: there, both clocks are the wall's."""
+    return Clocks() if device.type == "cpu" else Clocks(cpu=time.perf_counter)

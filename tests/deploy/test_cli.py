@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from protos.runfile import RunFile
+
+ROOT = Path(__file__).parents[2]
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """The command sets the root logger up; other tests want it as it was."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def _imported(arguments: list[str]) -> set[str]:
+    """The modules that a command has imported when it ends."""
+    code = (
+        "import sys\n"
+        "from deploy.cli import main\n"
+        f"sys.argv = ['atoll', *{arguments!r}]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('\\n' + ' '.join(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_imports_neither_torch_nor_grpc() -> None:
+    modules = _imported(["--help"])
+    assert "deploy.cli" in modules
+    assert not {"torch", "grpc", "numpy", "matplotlib", "pydantic"} & modules
+
+
+def test_init_and_status_do_without_torch(tmp_path: Path) -> None:
+    assert "torch" not in _imported(["run", "init", str(tmp_path / "run.toml")])
+    assert (tmp_path / "run.toml").exists()
+    assert "torch" not in _imported(["status", "atoll://x@127.0.0.1:1"])
+
+
+def test_help_names_the_commands() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("run", "coordinator", "join", "train", "status", "demo"):
+        assert re.search(rf"^ *{command} ", result.output, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("command", [["run", "init"], ["run", "check"], ["coordinator"], ["join"], ["demo"]])
+def test_every_command_has_help(command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0 and "Usage:" in result.output
+
+
+def test_init_writes_a_run_file_that_check_accepts(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    options = ["--nodes", "4", "--method", "signum", "--set", "data.batch=2"]
+    result = runner.invoke(app, ["run", "init", str(file), *options])
+    assert result.exit_code == 0, result.output
+    run = RunFile.load(file)
+    assert (run.run.nodes, run.method.name, run.data.batch) == (4, "signum", 2)
+    result = runner.invoke(app, ["run", "check", str(file)])
+    assert result.exit_code == 0, result.output
+    assert f"{file} is fine; digest {run.digest}" in result.output
+    for expected in (
+        "[model]",
+        "d_model",
+        "default",
+        "an fp32 ring all-reduce",
+        "between 4 nodes",
+        "1-bit votes",
+    ):
+        assert expected in result.output, expected
+
+
+def test_init_does_not_overwrite(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("mine")
+    result = runner.invoke(app, ["run", "init", str(file)])
+    assert result.exit_code == 1 and "exists already" in result.output and "--force" in result.output
+    assert file.read_text() == "mine"
+    assert runner.invoke(app, ["run", "init", str(file), "--force"]).exit_code == 0
+    assert RunFile.load(file) == RunFile.parse(file.read_text())
+
+
+def test_init_to_stdout() -> None:
+    result = runner.invoke(app, ["run", "init", "-", "--rounds", "7"])
+    assert result.exit_code == 0 and RunFile.parse(result.output).run.rounds == 7
+
+
+def test_init_refuses_broken_values(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["run", "init", str(tmp_path / "r.toml"), "--set", "model.heads=7"])
+    assert result.exit_code == 1 and "heads" in result.output and "Traceback" not in result.output
+    assert not (tmp_path / "r.toml").exists()
+
+
+def test_check_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nnodes = 3\n[method]\nschedule = 'constant'\n")
+    result = runner.invoke(app, ["run", "check", str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.output)
+    assert values["digest"] == RunFile.load(file).digest
+    assert "run.rounds" in values["defaults"] and "method.schedule" not in values["defaults"]
+    assert any("constant" in sentence for sentence in values["advice"])
+    costs = values["round"]
+    assert costs["parameters"] == sum(kind["parameters"] for kind in costs["kinds"].values())
+    assert costs["bytes_up"] == sum(kind["bytes"] for kind in costs["kinds"].values())
+    assert costs["ring_fp32_bytes_up"] == pytest.approx(8 * costs["parameters"] * 2 / 3)
+    assert 1 <= costs["bits_per_parameter_up"] < 1.02
+    assert costs["hub_fp32_ratio"] == pytest.approx(32 / costs["bits_per_parameter_up"])
+
+
+def test_check_lists_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nnode = 3\nrounds = 0\n")
+    result = runner.invoke(app, ["run", "check", str(file)])
+    assert result.exit_code == 1
+    assert "2 problems" in result.output and "did you mean 'nodes'?" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["run", "check", str(tmp_path / "none.toml")])
+    assert result.exit_code == 1 and "cannot be read" in result.output and "Traceback" not in result.output
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["--debug", "run", "check", str(tmp_path / "none.toml")])
+    assert result.exit_code == 1 and "Traceback" in result.output and "cannot be read" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["run", "check"], ["status"], ["status", "x", "--fast"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATOLL_INVITE", raising=False)
+    assert runner.invoke(app, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [["status"], ["join"]])
+def test_something_that_is_not_an_invite(command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "192.0.2.7:4600"])
+    assert result.exit_code == 1
+    assert "atoll://TOKEN@HOST:PORT" in result.output and "Traceback" not in result.output
+
+
+def test_nobody_there() -> None:
+    result = runner.invoke(app, ["status", "atoll://secret@127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "no coordinator answers at 127.0.0.1:1" in result.output and "secret" not in result.output
+
+
+def test_the_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output.startswith("atoll")

@@ -1,0 +1,132 @@
+"""`atoll train` and `atoll join` as processes: their ends, exit codes and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 120.0
+TINY = """
+[run]
+nodes = 2
+rounds = {rounds}
+evaluate_every = 0
+validation_windows = 1
+[model]
+d_model = 16
+layers = 1
+heads = 1
+context = 16
+[data]
+batch = 2
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts `atoll` with some arguments; whatever is left ends with the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=DEADLINE)
+
+
+def _run_file(tmp_path: Path, rounds: int) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(TINY.format(rounds=rounds))
+    return path
+
+
+def _until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
+def _has(path: Path, text: str) -> Callable[[], bool]:
+    return lambda: path.exists() and text in path.read_text()
+
+
+def test_train_to_the_end(tmp_path: Path, start: Start) -> None:
+    events = tmp_path / "events.jsonl"
+    process = start(
+        "train", str(_run_file(tmp_path, 5)), "--save", str(tmp_path / "ck"), "--events", str(events)
+    )
+    text, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, text
+    assert "round 5/5" in text and "saved" in text
+    rounds = [json.loads(line) for line in events.read_text().splitlines()]
+    assert sum(event["event"] == "RoundDone" for event in rounds) == 5
+    assert (tmp_path / "ck" / "round-00000005" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_training_ends_and_says_what_is_saved(
+    number: signal.Signals, code: int, tmp_path: Path, start: Start
+) -> None:
+    events, save = tmp_path / "events.jsonl", tmp_path / "ck"
+    process = start(
+        "train", str(_run_file(tmp_path, 1_000_000)), "--save", str(save), "--events", str(events), "--quiet"
+    )
+    _until(_has(events, '"round": 3'), process)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == code, text
+    assert "Traceback" not in text
+    if number == signal.SIGINT:
+        assert f"stopped before the end; the state is saved in {save}" in text
+        assert list(save.glob("round-*/meta.json"))
+
+
+def test_a_node_leaves_with_ctrl_c(tmp_path: Path, start: Start) -> None:
+    invite, events = tmp_path / "invite", tmp_path / "events.jsonl"
+    coordinator = start(
+        "coordinator", str(_run_file(tmp_path, 5)), "--listen", "127.0.0.1:0", "--metrics", "off",
+        "--invite-file", str(invite),
+    )  # fmt: skip
+    _until(invite.exists, coordinator)
+    node = start("join", invite.read_text().strip(), "--name", "reef", "--events", str(events))
+    _until(_has(events, '"Joined"'), node)
+    node.send_signal(signal.SIGINT)
+    text, _ = node.communicate(timeout=DEADLINE)
+    assert node.returncode == 130, text
+    assert "joined 127.0.0.1" in text and "left the run of 127.0.0.1" in text and "Traceback" not in text
+    coordinator.send_signal(signal.SIGTERM)
+    text, _ = coordinator.communicate(timeout=DEADLINE)
+    assert coordinator.returncode == 143, text
+    assert "Traceback" not in text
+
+
+def test_a_coordinator_that_is_not_there(start: Start) -> None:
+    process = start("join", "atoll://secret@127.0.0.1:1", "--wait", "1s")
+    text, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "127.0.0.1:1" in text and "secret" not in text and "Traceback" not in text

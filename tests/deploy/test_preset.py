@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from deploy.preset import merged, parse_assignment, with_values
+from protos.runfile import RunFile, RunFileError
+from protos.runfile_text import example_toml
+
+
+def test_without_values_the_example_stays() -> None:
+    assert with_values(example_toml(), {}) == example_toml()
+
+
+DEFAULTS = [
+    (section, key, value)
+    for section, values in RunFile()
+    for key, value in values
+    if value is not None  # else it follows from other values
+]
+
+
+@pytest.mark.parametrize(("section", "key", "default"), DEFAULTS)
+def test_every_key_can_be_set_to_its_default(section: str, key: str, default: object) -> None:
+    text = with_values(example_toml(), {(section, key): default})
+    assert RunFile.parse(text).digest == RunFile().digest
+    assert text.count("\n") == example_toml().count("\n")
+
+
+def test_values_take_effect_and_comments_stay() -> None:
+    values = {("run", "nodes"): 4, ("method", "name"): "ddp-adamw", ("method", "lr"): 0.003}
+    text = with_values(example_toml(), values)
+    run = RunFile.parse(text)
+    assert (run.run.nodes, run.method.name, run.method.lr) == (4, "ddp-adamw", 0.003)
+    assert sum(line.startswith("#") for line in text.splitlines()) >= 60
+
+
+def test_a_broken_rule_is_reported() -> None:
+    with pytest.raises(RunFileError, match="heads"):
+        with_values(example_toml(), {("model", "heads"): 7})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run.nodes=4", (("run", "nodes"), 4)),
+        ("method.lr = 2e-2", (("method", "lr"), 0.02)),
+        ("method.name=signum", (("method", "name"), "signum")),
+        ('run.name="a=b"', (("run", "name"), "a=b")),
+        ("model.tied=false", (("model", "tied"), False)),
+        ("round.deadline=2 min", (("round", "deadline"), "2 min")),
+    ],
+)
+def test_assignments(text: str, expected: object) -> None:
+    assert parse_assignment(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nodes=4", "SECTION.KEY=VALUE"),
+        ("run.nodes", "SECTION.KEY=VALUE"),
+        ("rum.nodes=4", "did you mean run.nodes"),
+        ("run.node=4", "did you mean run.nodes"),
+        ("method.learning_rate=1", "did you mean method.lr"),
+    ],
+)
+def test_wrong_assignments_name_the_nearest(text: str, expected: str) -> None:
+    with pytest.raises(RunFileError, match=expected):
+        parse_assignment(text)
+
+
+def test_assignments_win_over_options() -> None:
+    options = {("run", "nodes"): 4, ("run", "rounds"): None}
+    assert merged(options, ["run.nodes=5", "data.batch=2"]) == {("run", "nodes"): 5, ("data", "batch"): 2}

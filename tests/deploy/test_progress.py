@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from rich.console import Console
+
+from deploy.errors import UserError
+from deploy.progress import EventLog, Progress, all_of, round_line, sentence
+from node import events
+
+ROUND = events.RoundDone(
+    round=4,
+    rounds=10,
+    loss=2.5,
+    tokens=4000,
+    counted=True,
+    voters=("node-0", "node-1", "node-2"),
+    agreement=0.75,
+    reason="all 3 have voted",
+    digest="ab" * 16,
+    bytes_up=1_000_000,
+    bytes_down=900_000,
+    compute_seconds=0.4,
+    busy_seconds=0.5,
+    seconds={"compute": 0.4, "exchange": 0.1},
+)
+EVENTS: list[events.Event] = [
+    events.Notice("waiting for the coordinator at 192.0.2.7:4600"),
+    events.Started("run", "sign-muon", 117_056, 14_656, "cpu", 1, 0),
+    events.Joined("node-0", "192.0.2.7:4600", True),
+    events.Abstained(3, "the gradient is not finite"),
+    ROUND,
+    events.RoundMissed(5, "too late"),
+    events.StateLoaded(6, 5_000_000_000, "cd" * 16, 40.0),
+    events.StateSent(6, 5_000_000_000, 40.0),
+    events.TransferFailed(6, "the donor left"),
+    events.Evaluated(9, 2.0, 2.885),
+    events.Saved(10, Path("saves/round-00000010")),
+    events.Stopped(True, "all 10 rounds are done"),
+]
+
+
+def test_every_event_has_a_sentence() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(events.Event))
+    for event in EVENTS:
+        text = sentence(event)
+        assert text and "\n" not in text and not text.startswith(type(event).__name__)
+    assert sentence(EVENTS[-1]) == "done: all 10 rounds are done"
+    assert sentence(events.Stopped(False, "the digest differs")) == "stopped: the digest differs"
+
+
+def test_a_round_in_one_line() -> None:
+    assert round_line(ROUND) == (
+        "round 5/10 loss 2.500 voters 3 agreement 75.0 % sent 1 MB received 900 kB 8,000 tokens/s"
+    )
+    alone = replace(
+        ROUND, voters=("local",), bytes_up=0, bytes_down=0, validation_loss=2.0, bits_per_byte=2.885
+    )
+    assert round_line(alone) == "round 5/10 loss 2.500 validation 2.000 (2.885 bits/byte) 8,000 tokens/s"
+    assert "not counted" in round_line(replace(ROUND, counted=False, loss=math.nan))
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _console(terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=100, color_system=None), out
+
+
+def test_in_a_pipe_rounds_are_thinned_out() -> None:
+    console, out = _console(terminal=False)
+    clock = _Clock()
+    with Progress(console, clock=clock) as progress:
+        for index in range(10):
+            clock.now = index * 0.5
+            validation = 2.0 if index == 3 else None
+            progress(replace(ROUND, round=index, validation_loss=validation))
+    lines = out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/10", "4/10", "8/10", "10/10"]
+
+
+def test_quiet_leaves_rounds_out() -> None:
+    console, out = _console(terminal=False)
+    with Progress(console, quiet=True) as progress:
+        for event in EVENTS:
+            progress(event)
+    assert "round 5/10" not in out.getvalue() and "joined" in out.getvalue()
+
+
+def test_on_a_terminal_rounds_share_one_line() -> None:
+    console, out = _console(terminal=True)
+    clock = _Clock()
+    with Progress(console, clock=clock) as progress:
+        progress(events.Notice("[red]hello"))
+        for index in range(10):
+            clock.now = float(index)
+            progress(replace(ROUND, round=index))
+    text = out.getvalue()
+    assert "[red]hello" in text, "text of peers is not markup"
+    assert text.count("\n") <= 3 and "round 10/10" in text and "round 2/10" in text
+
+
+def test_the_event_log_is_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "events.jsonl"
+    with EventLog(path) as log:
+        for event in EVENTS:
+            log(event)
+        log(replace(ROUND, loss=math.nan))
+        values = [json.loads(line) for line in path.read_text().splitlines()]
+    log(EVENTS[0])  # after the end: ignored
+    assert [value["event"] for value in values[:-1]] == [type(event).__name__ for event in EVENTS]
+    assert values[4]["seconds"] == {"compute": 0.4, "exchange": 0.1}
+    assert values[4]["voters"] == ["node-0", "node-1", "node-2"]
+    assert values[10]["path"] == str(Path("saves/round-00000010"))
+    assert values[-1]["loss"] is None
+
+
+def test_an_event_log_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="events cannot be written"):
+        EventLog(tmp_path / "file" / "events.jsonl")
+
+
+def test_all_listeners_hear_everything() -> None:
+    first: list[events.Event] = []
+    second: list[events.Event] = []
+    tell = all_of([first.append, second.append])
+    for event in EVENTS:
+        tell(event)
+    assert first == second == EVENTS

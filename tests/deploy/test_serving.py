@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.service import Outcome
+from deploy.serving import Choices, JsonFormatter, exit_code, metrics_address
+from deploy.status import StatusClient
+from protos.address import Address
+from protos.invite import Invite
+from protos.runfile import RunFile
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 120.0
+
+
+def test_where_metrics_are_served() -> None:
+    listen, run = Address("192.0.2.7", 4600), RunFile()
+    assert metrics_address(run, Choices(), listen) == Address("192.0.2.7", 9464)
+    assert metrics_address(run, Choices(metrics="off"), listen) is None
+    assert metrics_address(run, Choices(metrics="127.0.0.1:0"), listen) == Address("127.0.0.1", 0)
+    off = RunFile.parse("[coordinator]\nmetrics = 'off'\n")
+    assert metrics_address(off, Choices(), listen) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "reason", "code"),
+    [
+        ("done", "all 9 rounds are committed", 0),
+        ("failed", "the coordinator was stopped (SIGINT)", 130),
+        ("failed", "the coordinator was stopped (SIGTERM)", 143),
+        ("failed", "only 1 of 3 nodes came", 1),
+    ],
+)
+def test_exit_codes(phase: str, reason: str, code: int) -> None:
+    assert exit_code(Outcome(phase, reason, 9)) == code
+
+
+def test_log_lines_as_json() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        record = logging.LogRecord("atoll", logging.WARNING, "x.py", 1, "node %s", ("a",), sys.exc_info())
+    record.created = 0.0
+    values = json.loads(JsonFormatter().format(record))
+    assert values.pop("error").endswith("ValueError: broken")
+    assert values == {
+        "time": "1970-01-01T00:00:00.000+00:00",
+        "level": "warning",
+        "logger": "atoll",
+        "message": "node a",
+    }
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[run]\nname = 'small'\nnodes = 2\nrounds = 5\n[model]\nd_model = 16\nlayers = 1\nheads = 1\n"
+    )
+    return path
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Whatever a test starts ends with it."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=DEADLINE)
+
+
+def _coordinator(run_file: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "deploy.cli", "coordinator", str(run_file), *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _invite(path: Path, process: subprocess.Popen[str]) -> Invite:
+    end = time.monotonic() + DEADLINE
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "no invite"
+        time.sleep(0.05)
+    return Invite.parse(path.read_text())
+
+
+@pytest.mark.parametrize("host", ["[::1]", "0.0.0.0"])
+def test_a_coordinator_on_any_free_port(
+    host: str, run_file: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    if host == "[::1]" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    file = tmp_path / "invite"
+    process = _coordinator(
+        run_file, "--listen", f"{host}:0", "--metrics", "off", "--token", "secret",
+        "--advertise", host if host != "0.0.0.0" else "127.0.0.1", "--invite-file", str(file),
+    )  # fmt: skip
+    started.append(process)
+    invite = _invite(file, process)
+    assert invite.port > 0 and invite.token == "secret"
+    with StatusClient(invite) as client:
+        reply = client.fetch(30)
+    assert (reply.run, reply.phase, reply.rounds, reply.reason) == ("small", "gathering", 5, "0 of 2 nodes")
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130, text
+    assert f"atoll join {invite}" in text and f"listening on {host}:{invite.port}" in text
+    assert "this machine only" in text and "Traceback" not in text
+    assert not file.exists()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_port_in_use(run_file: Path, started: list[subprocess.Popen[str]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = _coordinator(run_file, "--listen", f"127.0.0.1:{port}", "--metrics", "off")
+        started.append(process)
+        text, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert text.count("\n") == 1 and f"port {port} is in use" in text

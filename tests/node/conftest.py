@@ -1,0 +1,37 @@
+"""Fixtures of the tests of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from node.exchange.hub import HubExchange
+from tests.node.fake_hub import DEADLINE, FakeHub
+from tests.node.hub_rig import CLAIM, LIMITS, SMALL, TIMING, Make
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    """A coordinator that listens and follows a script."""
+    fake = FakeHub().start()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def make(hub: FakeHub) -> Iterator[Make]:
+    """Makes exchanges that have joined ``hub``; they are closed at the end."""
+    made: list[HubExchange] = []
+
+    def build(nbytes: int = SMALL, **options: Any) -> HubExchange:
+        exchange = HubExchange(hub.invite, limits=LIMITS, timing=options.pop("timing", TIMING), **options)
+        made.append(exchange)
+        exchange.join(CLAIM, nbytes)
+        hub.sessions.get(timeout=DEADLINE)
+        return exchange
+
+    yield build
+    for exchange in made:
+        exchange.close("test over")

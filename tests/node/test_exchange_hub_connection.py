@@ -1,0 +1,313 @@
+"""The hub exchange against a scripted coordinator: finding it, losing it, and the session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+
+import pytest
+import torch
+
+from node.exchange.base import (
+    ExchangeError,
+    LoadOrder,
+    RoundOrder,
+    StopOrder,
+    WorkReport,
+)
+from node.exchange.hub import HubExchange
+from node.exchange.link import Limits
+from node.exchange.retry import Backoff
+from node.exchange.trouble import Kind, RoundLost, Trouble
+from protos import atoll_pb2 as pb
+from protos.invite import Invite
+from tests.node.fake_hub import DEADLINE, TOKEN, ExchangeStream, FakeHub, Upload
+from tests.node.hub_rig import (
+    CLAIM,
+    LIMITS,
+    SMALL,
+    TIMING,
+    FakeClock,
+    Make,
+    next_message,
+    pattern,
+    report,
+    take_part,
+)
+
+# ---------------------------------------------------------------------------------- nobody there, addresses
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_waiting_for_a_coordinator_tells_what_how_long_and_gives_up() -> None:
+    clock, said, port = FakeClock(), list[str](), free_port()
+    exchange = HubExchange(
+        Invite(TOKEN, "127.0.0.1", port),
+        limits=Limits(wait=60.0),
+        timing=clock.timing(Backoff(first=1.0, factor=2.0, cap=20.0)),
+        say=said.append,
+    )
+    try:
+        with pytest.raises(Trouble) as caught:
+            exchange.describe()
+    finally:
+        exchange.close("nobody there")
+    nobody = f"nothing listens at 127.0.0.1:{port}: connection refused"
+    assert said[0] == (
+        f"waiting for the coordinator at 127.0.0.1:{port}: {nobody}; trying again in 1 s, 60 s left"
+    )
+    assert clock.pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 20.0, 9.0]
+    assert caught.value.kind is Kind.NOBODY_LISTENS
+    assert str(caught.value) == (
+        f"gave up on the coordinator at 127.0.0.1:{port} after 60 s, tried 8 times: {nobody}"
+    )
+
+
+def test_coordinator_that_comes_later_is_found() -> None:
+    hub = FakeHub(port=free_port())
+    started = threading.Event()
+
+    def say(text: str) -> None:
+        if not started.is_set():
+            hub.start()
+            started.set()
+
+    exchange = HubExchange(Invite(TOKEN, hub.host, hub.port), limits=LIMITS, timing=TIMING, say=say)
+    try:
+        assert exchange.describe().run_file == "x"
+    finally:
+        exchange.close("done")
+        hub.close()
+    assert started.is_set()
+
+
+def test_host_name_that_does_not_resolve_is_told_apart() -> None:
+    exchange = HubExchange(
+        Invite(TOKEN, "no-such-host.invalid", 4600), limits=Limits(wait=0.0), timing=FakeClock().timing()
+    )
+    try:
+        with pytest.raises(Trouble, match=r"the host name 'no-such-host.invalid' does not resolve") as caught:
+            exchange.describe()
+    finally:
+        exchange.close("no name")
+    assert caught.value.kind is Kind.NAME
+
+
+def test_something_else_listening_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        over = threading.Event()
+
+        def answer() -> None:
+            server.settimeout(0.1)
+            while not over.is_set():
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    continue
+                with connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        exchange = HubExchange(Invite(TOKEN, "127.0.0.1", port), limits=LIMITS, timing=TIMING)
+        try:
+            with pytest.raises(Trouble, match="does not speak gRPC") as caught:
+                exchange.describe()
+        finally:
+            exchange.close("not a coordinator")
+            over.set()
+            thread.join(DEADLINE)
+    assert caught.value.kind is Kind.STRANGER
+
+
+def test_ipv6_address() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6 loopback")
+    hub = FakeHub(host="::1").start()
+    exchange = HubExchange(hub.invite, limits=LIMITS, timing=TIMING)
+    try:
+        assert exchange.address == f"[::1]:{hub.port}"
+        assert exchange.describe().run_file == "x"
+        assert exchange.join(CLAIM, SMALL).node == "node-0"
+    finally:
+        exchange.close("done")
+        hub.close()
+
+
+# --------------------------------------------------------------------------------------- broken connections
+
+
+def test_coordinator_that_restarts_in_mid_round_gets_the_same_payload_again(hub: FakeHub, make: Make) -> None:
+    arrived = threading.Event()
+    uploads: list[Upload] = []
+
+    async def first(stream: ExchangeStream) -> None:
+        uploads.append(await stream.upload())
+        arrived.set()
+        await stream.context.read()
+
+    async def second(stream: ExchangeStream) -> None:
+        uploads.append(await stream.upload())
+        await stream.chunks(uploads[-1].payload)
+        await stream.commit(7, uploads[-1].payload)
+
+    def restart() -> None:
+        assert arrived.wait(DEADLINE)
+        hub.die()
+        hub.exchange = second
+        hub.start()
+        assert hub.sessions.get(timeout=DEADLINE) == "secret-2"
+        hub.open_round(7, epoch=9)
+
+    hub.exchange = first
+    said: list[str] = []
+    exchange = make(say=said.append)
+    exchange.report(report(6, "s7"))
+    thread = threading.Thread(target=restart)
+    thread.start()
+    mine = pattern(SMALL)
+    result = take_part(hub, exchange, mine, round_index=7)
+    thread.join(DEADLINE)
+
+    assert result.payload is not None and torch.equal(result.payload, mine)
+    assert [upload.payload for upload in uploads] == [mine.numpy().tobytes()] * 2
+    assert [upload.header.epoch for upload in uploads] == [1, 9]
+    hub.joins.get(timeout=DEADLINE)
+    again = hub.joins.get(timeout=DEADLINE)
+    assert (again.round, again.state_digest) == (7, "s7")
+    assert any("this session is unknown" in text and "joining again" in text for text in said)
+
+
+def test_round_that_went_on_without_a_node_that_was_cut_off_is_lost_not_fatal(
+    hub: FakeHub, make: Make
+) -> None:
+    arrived = threading.Event()
+
+    async def script(stream: ExchangeStream) -> None:
+        await stream.upload()
+        arrived.set()
+        await stream.context.read()
+
+    def cut() -> None:
+        assert arrived.wait(DEADLINE)
+        hub.die()
+        hub.start()
+        hub.sessions.get(timeout=DEADLINE)
+        hub.send(pb.CoordinatorMessage(load_state=pb.LoadState(transfer="t", round=9)))
+
+    hub.exchange = script
+    exchange = make()
+    thread = threading.Thread(target=cut)
+    thread.start()
+    with pytest.raises(RoundLost, match="round 7 went on without this node"):
+        take_part(hub, exchange, pattern(SMALL), round_index=7)
+    thread.join(DEADLINE)
+    assert exchange.next_order() == LoadOrder("t", 9)
+
+
+def test_session_that_ends_without_a_word_is_taken_up_again(hub: FakeHub, make: Make) -> None:
+    exchange = make()
+    hub.open_round(1)
+    assert isinstance(exchange.next_order(), RoundOrder)
+    hub.end_session()
+    hub.sessions.get(timeout=DEADLINE)
+    hub.open_round(2)
+    opened = exchange.next_order()
+    assert isinstance(opened, RoundOrder) and opened.round == 2
+
+
+def test_coordinator_that_stays_away_ends_the_run_with_a_reason(hub: FakeHub, make: Make) -> None:
+    clock = FakeClock()
+    exchange = make(timing=clock.timing())
+    hub.die()
+    with pytest.raises(
+        Trouble, match=r"gave up on the coordinator at .* after 10 s, tried .* nothing listens"
+    ):
+        exchange.next_order()
+
+
+def test_waiting_for_an_order_has_a_deadline_and_a_name(hub: FakeHub, make: Make) -> None:
+    exchange = make()
+    exchange.limits = Limits(order=0.05)
+    with pytest.raises(
+        ExchangeError, match=r"waiting for the coordinator at .* to go on took longer than 0.05 s"
+    ):
+        exchange.next_order()
+
+
+# ----------------------------------------------------------------------------------------- session messages
+
+
+def test_reports_and_heartbeats_reach_the_coordinator(hub: FakeHub, make: Make) -> None:
+    hub.heartbeat_seconds = 0.02
+    exchange = make()
+    exchange.report(WorkReport(3, "s4", 1.5, 64, 0.25, 0.5, validation_loss=1.25, bits_per_byte=1.8))
+    sent = next_message(hub, "report").report
+    assert (sent.round, sent.state_digest, sent.loss, sent.tokens) == (3, "s4", 1.5, 64)
+    assert (sent.evaluated, sent.validation_loss, sent.bits_per_byte) == (True, 1.25, 1.8)
+    assert (sent.compute_seconds, sent.busy_seconds) == (0.25, 0.5)
+    assert sent.bytes_up > 0 and sent.bytes_down > 0
+    next_message(hub, "heartbeat")
+    next_message(hub, "heartbeat")
+
+
+def test_stop_is_an_order_and_leaving_comes_after_the_last_report(hub: FakeHub, make: Make) -> None:
+    exchange = make()
+    hub.send(pb.CoordinatorMessage(stop=pb.Stop(done=True, reason="all 8 rounds are done", evaluate=True)))
+    assert exchange.next_order() == StopOrder(True, "all 8 rounds are done", True)
+    exchange.report(report(7, "s8"))
+    exchange.close("the run is done")
+    exchange.close("twice does no harm")
+    assert next_message(hub, "report").report.round == 7
+    assert next_message(hub, "leave").leave.reason == "the run is done"
+
+
+def test_stop_in_mid_round_ends_the_wait_for_its_commit(hub: FakeHub, make: Make) -> None:
+    arrived = threading.Event()
+
+    async def script(stream: ExchangeStream) -> None:
+        await stream.upload()
+        arrived.set()
+        await stream.context.read()
+        await stream.context.read()
+
+    def stop() -> None:
+        assert arrived.wait(DEADLINE)
+        hub.send(pb.CoordinatorMessage(stop=pb.Stop(reason="digests differ: aaa and bbb")))
+
+    hub.exchange = script
+    exchange = make()
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(RoundLost):
+        take_part(hub, exchange, pattern(SMALL))
+    thread.join(DEADLINE)
+    assert exchange.next_order() == StopOrder(False, "digests differ: aaa and bbb", False)
+
+
+def test_ctrl_c_ends_a_wait_and_closing_leaves_no_thread(hub: FakeHub, make: Make) -> None:
+    async def script(stream: ExchangeStream) -> None:
+        await stream.upload()
+        os.kill(os.getpid(), signal.SIGINT)
+        await stream.context.read()
+        await stream.context.read()
+
+    hub.exchange = script
+    exchange = make()
+    with pytest.raises(KeyboardInterrupt):
+        take_part(hub, exchange, pattern(SMALL))
+    exchange.close("interrupted by its user")
+    assert next_message(hub, "leave").leave.reason == "interrupted by its user"
+    assert not [thread for thread in threading.enumerate() if thread.name == "atoll-network"]
+    with pytest.raises(ExchangeError, match="has been closed"):
+        exchange.next_order()

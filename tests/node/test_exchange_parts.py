@@ -1,0 +1,327 @@
+"""The parts of an exchange that need no network: results, tensor streams, retries, texts, meter, local."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.exchange.base import ExchangeError, RoundOrder, StopOrder
+from node.exchange.local import LocalExchange
+from node.exchange.meter import DIRECTIONS, KINDS, MESSAGE_PREFIX_BYTES, Meter
+from node.exchange.result import ResultAssembly
+from node.exchange.retry import Backoff, Patience, Timing, persist, within
+from node.exchange.tensor_bytes import LayoutError, Sink, layout, read_chunks, total_bytes
+from node.exchange.trouble import Kind, Trouble, diagnose
+from protos import atoll_pb2 as pb
+from protos import wire
+
+# -------------------------------------------------------------------------------- results
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=8),
+    restarts=st.lists(st.integers(0, 8), max_size=3),
+    data=st.data(),
+)
+def test_only_the_chunks_of_the_last_attempt_make_the_result(
+    lengths: list[int], restarts: list[int], data: st.DataObject
+) -> None:
+    total = sum(lengths)
+    final = data.draw(st.binary(min_size=total, max_size=total))
+    buffer = bytearray(total)
+    assembly = ResultAssembly(memoryview(buffer), 3)
+    for attempt, stop in enumerate(restarts):
+        offset = 0
+        for length in lengths[:stop]:
+            void = bytes(length)
+            assert assembly.add(wire.encode_frame(wire.CHUNK, void, attempt=attempt, offset=offset)) is None
+            offset += length
+        assert assembly.add(wire.encode_frame(wire.RESTART, attempt=attempt + 1)) is None
+    offset = 0
+    for length in lengths:
+        body = final[offset : offset + length]
+        assembly.add(wire.encode_frame(wire.CHUNK, body, attempt=len(restarts), offset=offset))
+        offset += length
+    commit = pb.Commit(round=3, nbytes=total, payload_digest=wire.payload_digest(final))
+    assert assembly.add(wire.encode_frame(wire.COMMIT, commit.SerializeToString())) == commit
+    assert bytes(buffer) == final
+
+
+@given(message=st.binary(max_size=200))
+def test_any_bytes_are_either_a_frame_or_an_error_in_words(message: bytes) -> None:
+    assembly = ResultAssembly(memoryview(bytearray(64)), 0)
+    try:
+        assembly.add(message)
+    except Trouble as trouble:
+        assert trouble.kind is Kind.PROTOCOL and "was not applied" in str(trouble)
+
+
+# --------------------------------------------------------------------------- tensor streams
+
+_SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
+_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+
+
+@given(
+    shapes=_SHAPES, dtype=_DTYPES, chunk=st.integers(1, 70), cut=st.integers(1, 50), transpose=st.booleans()
+)
+def test_tensors_survive_any_chunking(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, chunk: int, cut: int, transpose: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(shape: tuple[int, ...], fill: bool) -> torch.Tensor:
+        values = torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
+        values = values if fill else torch.zeros_like(values)
+        return values.transpose(0, -1) if transpose and len(shape) > 1 else values
+
+    source = {f"t{index}": tensor(shape, True) for index, shape in enumerate(shapes)}
+    target = {name: torch.zeros_like(value) for name, value in source.items()}
+    if transpose:  # strides of the target that differ from the source's
+        target = {name: value.clone(memory_format=torch.contiguous_format) for name, value in target.items()}
+    stream = b"".join(bytes(part) for part in read_chunks(source, chunk))
+    assert len(stream) == total_bytes(layout(source))
+    assert stream == b"".join(
+        source[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name in sorted(source)
+        if source[name].numel()
+    )
+    sink = Sink(target)
+    for offset in range(0, len(stream), cut):
+        assert not sink.complete
+        sink.write(memoryview(stream)[offset : offset + cut])
+    assert sink.complete and sink.nbytes == len(stream)
+    for name, value in source.items():
+        assert torch.equal(target[name], value)
+    with pytest.raises(LayoutError, match="goes on after the last tensor"):
+        sink.write(memoryview(b"x"))
+
+
+def test_chunks_have_the_stated_size_except_the_last() -> None:
+    tensors = {"a": torch.zeros(10, dtype=torch.uint8), "b": torch.zeros(95, dtype=torch.uint8)}
+    assert [len(chunk) for chunk in read_chunks(tensors, 32)] == [32, 32, 32, 9]
+
+
+def test_tensors_that_cannot_travel_are_named() -> None:
+    with pytest.raises(LayoutError, match="'z': tensors of complex64 cannot travel"):
+        total_bytes(layout({"z": torch.zeros(2, dtype=torch.complex64)}))
+
+
+# ---------------------------------------------------------------------------------- retries
+
+
+@given(failures=st.integers(1, 200), uniform=st.floats(0, 1, exclude_max=True))
+def test_pauses_grow_to_a_cap_and_at_most_half_is_random(failures: int, uniform: float) -> None:
+    backoff = Backoff(first=0.5, factor=2.0, cap=10.0)
+    full = min(10.0, 0.5 * 2.0 ** (failures - 1))
+    assert full / 2 <= backoff.pause(failures, uniform) <= full
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.said: list[str] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+    def patience(self, seconds: float) -> Patience:
+        timing = Timing(
+            now=lambda: self.time, sleep=self.sleep, uniform=lambda: 1.0, backoff=Backoff(first=1.0)
+        )
+        return Patience("the coordinator at h:1", seconds, timing, self.said.append)
+
+
+def trouble(kind: Kind = Kind.NOBODY_LISTENS) -> Trouble:
+    return Trouble(kind, "nothing listens at h:1: connection refused")
+
+
+async def test_patience_counts_a_span_from_its_first_failure() -> None:
+    clock = Clock()
+    patience = clock.patience(4.0)
+    clock.time += 1000.0  # all was well until now
+    await patience.endure(trouble())
+    await patience.endure(trouble())
+    assert clock.said == [
+        f"waiting for the coordinator at h:1: {trouble()}; trying again in 1 s, 4 s left",
+        f"waiting for the coordinator at h:1: {trouble()}; trying again in 2 s, 3 s left",
+    ]
+    patience.reset()
+    await patience.endure(trouble())
+    assert clock.said[-1].endswith("trying again in 1 s, 4 s left")
+    clock.time += 4.0
+    with pytest.raises(
+        Trouble, match="gave up on the coordinator at h:1 after 4 s, tried 2 times: nothing listens"
+    ):
+        await patience.endure(trouble())
+
+
+async def test_what_cannot_pass_is_not_waited_for() -> None:
+    clock = Clock()
+    with pytest.raises(Trouble, match="nothing listens"):
+        await clock.patience(60.0).endure(trouble(Kind.REFUSED))
+    assert clock.said == []
+
+
+async def test_attempts_are_repeated_until_one_succeeds() -> None:
+    clock, outcomes = Clock(), [trouble(), trouble(), "here"]
+
+    async def attempt() -> str:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Trouble):
+            raise outcome
+        return str(outcome)
+
+    assert await persist(attempt, clock.patience(60.0)) == "here"
+    assert clock.time == 103.0
+
+
+async def test_deadlines_have_names() -> None:
+    with pytest.raises(Trouble, match=r"a chunk of the upload took longer than 0.01 s") as caught:
+        await within(0.01, "a chunk of the upload", asyncio.Event().wait())
+    assert caught.value.kind is Kind.SILENT
+
+
+# --------------------------------------------------------------------------------- texts
+
+_CODES = grpc.StatusCode
+_FAILED = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:1: "
+_AT = "example.org:4600"
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "kind", "text"),
+    [
+        (
+            _CODES.UNAVAILABLE,
+            _FAILED + "Failed to connect to remote host: connect: Connection refused (111)",
+            Kind.NOBODY_LISTENS,
+            "nothing listens at example.org:4600: connection refused",
+        ),
+        (
+            _CODES.UNAVAILABLE,
+            "errors resolving nosuch:5000: [field:hostname lookup error:address lookup failed: not found]",
+            Kind.NAME,
+            "the host name 'example.org' does not resolve",
+        ),
+        (
+            _CODES.UNAVAILABLE,
+            "DNS resolution failed for example.org:4600: C-ares status is not ARES_SUCCESS",
+            Kind.NAME,
+            "does not resolve",
+        ),
+        (
+            _CODES.UNAVAILABLE,
+            _FAILED + "connection attempt timed out before receiving SETTINGS frame",
+            Kind.SILENT,
+            "accepts connections and stays silent",
+        ),
+        (
+            _CODES.UNAVAILABLE,
+            _FAILED + "Failed to connect to remote host: Timeout occurred: FD Shutdown",
+            Kind.UNREACHABLE,
+            "connecting timed out",
+        ),
+        (
+            _CODES.UNAVAILABLE,
+            _FAILED + "Failed to connect to remote host: connect: No route to host (113)",
+            Kind.UNREACHABLE,
+            "cannot be reached: connect: No route to host",
+        ),
+        (_CODES.UNAVAILABLE, "Failed parsing HTTP/2", Kind.STRANGER, "does not speak gRPC"),
+        (_CODES.UNAVAILABLE, "Socket closed", Kind.BROKEN, "broke (Socket closed)"),
+        (
+            _CODES.DEADLINE_EXCEEDED,
+            "Deadline Exceeded",
+            Kind.SILENT,
+            "no answer from example.org:4600 within 7 s",
+        ),
+        (_CODES.DEADLINE_EXCEEDED, "node-1 has not read", Kind.SILENT, "ended the call: node-1 has not read"),
+        (_CODES.UNAUTHENTICATED, "the invite's token is not this run's", Kind.TOKEN, "the invite's token"),
+        (_CODES.UNAUTHENTICATED, "this session is unknown: join again", Kind.SESSION_UNKNOWN, "unknown"),
+        (_CODES.ALREADY_EXISTS, "node-0 has a session already", Kind.SESSION_BUSY, "has a session already"),
+        (_CODES.UNIMPLEMENTED, "Received http2 header with status: 404", Kind.STRANGER, "http_proxy"),
+        (_CODES.FAILED_PRECONDITION, "digests a and b differ", Kind.REFUSED, "digests a and b differ"),
+        (_CODES.ABORTED, "another stream", Kind.BROKEN, "ended the call (another stream)"),
+        (_CODES.INTERNAL, "Internal error from Core", Kind.HIDDEN, "while this node was sending"),
+        (_CODES.INTERNAL, "the coordinator failed", Kind.FAULT, "failed: the coordinator failed"),
+        (_CODES.UNKNOWN, None, Kind.FAULT, "failed: UNKNOWN"),
+    ],
+)
+def test_every_failure_has_its_own_words(
+    code: grpc.StatusCode, details: str | None, kind: Kind, text: str
+) -> None:
+    found = diagnose(code, details, _AT, seconds=7.0)
+    assert found.kind is kind and text in str(found)
+
+
+def test_ipv6_host_is_named_without_brackets() -> None:
+    found = diagnose(_CODES.UNAVAILABLE, "DNS resolution failed", "[::1]:4600")
+    assert "'::1'" in str(found)
+
+
+# --------------------------------------------------------------------------- meter, local
+
+
+def test_meter_adds_the_prefix_of_every_message_and_tells_its_listener() -> None:
+    heard: list[tuple[str, str, int]] = []
+    meter = Meter(lambda direction, kind, nbytes: heard.append((direction, kind, nbytes)))
+    meter.add("up", "contribution", 100)
+    meter.add("up", "control", 0)
+    meter.add("down", "result", 7)
+    assert (meter.total("up"), meter.total("down")) == (
+        100 + 2 * MESSAGE_PREFIX_BYTES,
+        7 + MESSAGE_PREFIX_BYTES,
+    )
+    assert heard == [("up", "contribution", 105), ("up", "control", 5), ("down", "result", 12)]
+    counts = meter.counts()
+    assert set(counts) == {(direction, kind) for direction in DIRECTIONS for kind in KINDS}
+    counts["up", "state"] = 9
+    assert meter.counts()["up", "state"] == 0
+
+
+def local_orders(exchange: LocalExchange) -> list[RoundOrder]:
+    orders = []
+    while isinstance(order := exchange.next_order(), RoundOrder):
+        assert exchange.next_order() == order  # asking again changes nothing
+        orders.append(order)
+        exchange.reduce(order, torch.zeros(64, dtype=torch.uint8))
+    assert isinstance(order, StopOrder) and order.done and order.reason == "all 7 rounds are done"
+    return orders
+
+
+def test_local_exchange_gives_the_orders_of_a_coordinator() -> None:
+    orders = local_orders(LocalExchange(rounds=7, batch=3, evaluate_every=2))
+    assert [order.round for order in orders] == list(range(7))
+    assert [(order.lease_start, order.lease_count) for order in orders] == [(3 * r, 3) for r in range(7)]
+    assert [order.round for order in orders if order.evaluate] == [1, 3, 5, 6]
+    assert local_orders(LocalExchange(rounds=7, batch=3, evaluate_every=2, start=4)) == orders[4:]
+    assert [o.round for o in local_orders(LocalExchange(rounds=7, batch=3)) if o.evaluate] == [6]
+
+
+def test_local_result_is_the_payload_and_an_abstention_has_none() -> None:
+    exchange = LocalExchange(rounds=2, batch=1)
+    payload = torch.arange(64, dtype=torch.uint8)
+    order = exchange.next_order()
+    assert isinstance(order, RoundOrder)
+    result = exchange.reduce(order, payload)
+    assert result.payload is payload and result.counted and result.voters == ("node-0",)
+    with pytest.raises(ExchangeError, match="round 0 was contributed to, round 1 is open"):
+        exchange.reduce(order, payload)
+    order = exchange.next_order()
+    assert isinstance(order, RoundOrder)
+    result = exchange.reduce(order, None, "not finite")
+    assert result.payload is None and not result.counted and result.reason == "no voters: not finite"
+    assert exchange.bytes_counted() == (0, 0)
+
+
+def test_local_exchange_refuses_impossible_runs() -> None:
+    with pytest.raises(ValueError, match="cannot start at round 8"):
+        LocalExchange(rounds=7, batch=1, start=8)
+    with pytest.raises(ValueError, match="at least one sample"):
+        LocalExchange(rounds=7, batch=0)

@@ -1,0 +1,175 @@
+"""Launching and ending whole nodes: devices, signals, metrics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.checkpoint import find
+from node.events import Abstained, Event, Notice, RoundDone, RoundMissed, Saved, StateSent, Stopped
+from node.exchange.base import ExchangeError
+from node.launch import LaunchError, Options, choose_device, join, train
+from node.metrics import MetricsServer, NodeMetrics
+from protos.address import Address
+from protos.invite import Invite
+from protos.runfile import RunFile
+from tests.node.fake_hub import TOKEN, FakeHub
+
+
+def small_run(rounds: int) -> RunFile:
+    return RunFile.model_validate(
+        {
+            "run": {"rounds": rounds, "nodes": 1, "evaluate_every": 2, "validation_windows": 3},
+            "model": {"d_model": 16, "layers": 1, "heads": 1, "context": 16},
+            "data": {"batch": 2},
+        }
+    )
+
+
+def test_devices() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(LaunchError, match="'tpu9' is none of auto, cpu, cuda"):
+        choose_device("tpu9")
+    with pytest.raises(LaunchError, match=r"'cuda:99' is not there: torch .* sees \d+ CUDA devices"):
+        choose_device("cuda:99")
+
+
+# ----------------------------------------------------------------------------------- signals
+
+
+def test_first_ctrl_c_ends_a_local_run_after_its_round_with_a_checkpoint(tmp_path: Path) -> None:
+    events: list[Event] = []
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, RoundDone) and event.round == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run(50), Options(save=tmp_path, device="cpu"), listen)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [event.round for event in events if isinstance(event, Saved)] == [2]
+    assert [event for event in events if isinstance(event, Stopped)] == [
+        Stopped(False, "interrupted by its user")
+    ]
+    assert find(tmp_path).name == "round-00000002"
+
+
+def test_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    def listen(event: Event) -> None:
+        if isinstance(event, RoundDone):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run(50), Options(device="cpu"), listen)
+
+
+def test_ctrl_c_while_waiting_for_a_coordinator_leaves_no_thread() -> None:
+    said: list[str] = []
+
+    def listen(event: Event) -> None:  # in the network thread, while the main thread waits
+        if isinstance(event, Notice):
+            said.append(event.text)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(KeyboardInterrupt):
+        join(Invite(TOKEN, "127.0.0.1", port), Options(), listen)
+    assert said[0].startswith(f"waiting for the coordinator at 127.0.0.1:{port}: nothing listens")
+    assert not [thread for thread in threading.enumerate() if thread.name == "atoll-network"]
+
+
+def test_run_file_whose_digest_is_not_the_announced_one_is_refused(hub: FakeHub) -> None:
+    run = small_run(3)
+    hub.run.run_file, hub.run.run_digest = run.to_toml(), "0" * 64
+    with pytest.raises(ExchangeError, match=f"digest {'0' * 64}, read here it is {run.digest}"):
+        join(hub.invite, Options())
+
+
+# ----------------------------------------------------------------------------------- metrics
+
+
+def done(**changes: Any) -> RoundDone:
+    values: dict[str, Any] = {
+        "round": 4,
+        "rounds": 8,
+        "loss": 2.5,
+        "tokens": 64,
+        "counted": True,
+        "voters": ("node-0", "node-1"),
+        "agreement": 0.75,
+        "reason": "",
+        "digest": "d",
+        "bytes_up": 1,
+        "bytes_down": 2,
+        "compute_seconds": 0.5,
+        "busy_seconds": 0.75,
+        "seconds": {"compute": 0.25, "exchange": 0.125},
+    }
+    return RoundDone(**{**values, **changes})
+
+
+def sample(metrics: NodeMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"atoll_node_{name}", labels)
+
+
+def test_metrics_follow_the_events() -> None:
+    metrics = NodeMetrics()
+    metrics.observe(done(validation_loss=2.25, bits_per_byte=3.25))
+    metrics.observe(Abstained(5, "not finite"))
+    metrics.observe(done(round=5, counted=False, tokens=0, loss=float("nan"), agreement=float("nan")))
+    metrics.observe(RoundMissed(6, "cut off"))
+    metrics.observe(StateSent(6, 100, 1.0))
+    metrics.count_bytes("up", "contribution", 10)
+    metrics.count_bytes("up", "contribution", 5)
+    assert sample(metrics, "round") == 5
+    assert sample(metrics, "loss_nats") == 2.5
+    assert sample(metrics, "validation_loss_nats") == 2.25
+    assert sample(metrics, "validation_bits_per_byte") == 3.25
+    assert sample(metrics, "agreement") == 0.75
+    assert sample(metrics, "voters") == 2
+    assert sample(metrics, "tokens_total") == 64
+    assert sample(metrics, "phase_seconds_total", phase="compute") == 0.5
+    assert sample(metrics, "phase_seconds_total", phase="exchange") == 0.25
+    assert sample(metrics, "compute_cpu_seconds_total") == 1.0
+    assert sample(metrics, "cpu_seconds_total") == 1.5
+    assert sample(metrics, "abstentions_total") == 1
+    assert sample(metrics, "uncounted_rounds_total") == 1
+    assert sample(metrics, "missed_rounds_total") == 1
+    assert sample(metrics, "state_transfers_total", kind="sent") == 1
+    assert sample(metrics, "bytes_total", direction="up", kind="contribution") == 15
+
+
+def test_metrics_are_served_on_a_free_port_and_the_port_is_free_again() -> None:
+    metrics = NodeMetrics()
+    metrics.observe(done())
+    server = MetricsServer(metrics, Address("127.0.0.1", 0))
+    try:
+        assert server.address.port > 0
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        assert (
+            "atoll_node_loss_nats 2.5" in text
+            and 'atoll_node_phase_seconds_total{phase="compute"} 0.25' in text
+        )
+    finally:
+        server.close()
+    socket.create_server(("127.0.0.1", server.address.port)).close()
+
+
+def test_busy_metrics_port_is_an_error_of_the_system() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        MetricsServer(NodeMetrics(), Address("127.0.0.1", taken.getsockname()[1]))

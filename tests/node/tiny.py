@@ -1,0 +1,208 @@
+"""A model of a few lines, data without a corpus, an exchange that follows a script, and a worker on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from node.events import Event, Summary
+from node.exchange.base import (
+    DonateOrder,
+    LoadOrder,
+    Order,
+    RoundOrder,
+    RoundResult,
+    StopOrder,
+    WorkReport,
+)
+from node.exchange.local import LocalExchange
+from node.worker import Worker
+from optim.exchanged import ExchangedOptimizer
+from optim.methods import build_method
+from optim.schedules import factor
+from protos.runfile import RunFile
+
+VOCAB, CONTEXT, BATCH = 16, 4, 3
+
+
+class TinyModel(nn.Module):
+    """Predicts a token from the one before. Without an embedding: no gradient is exactly zero."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 12)
+        self.norm = nn.LayerNorm(12)
+        self.outer = nn.Linear(12, VOCAB)
+        generator = torch.Generator().manual_seed(seed)  # torch's own is shared by the threads of a test
+        for layer in (self.inner, self.outer):
+            for parameter in layer.parameters():
+                nn.init.uniform_(parameter, -0.3, 0.3, generator=generator)
+        self.register_buffer("features", torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(1)))
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.inner(self.features[tokens[:, :-1]])))
+        return nn.functional.cross_entropy(self.outer(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class TinyData:
+    """Sample i is drawn from a generator seeded with i."""
+
+    bytes_per_token = 2.0
+
+    def __init__(self) -> None:
+        self.read: list[tuple[int, int, int]] = []
+
+    def batch(self, start: int, count: int, seed: int) -> torch.Tensor:
+        self.read.append((start, count, seed))
+        return torch.stack([self._sample(index + 1000 * seed) for index in range(start, start + count)])
+
+    def validation(self, count: int) -> torch.Tensor:
+        return torch.stack([self._sample(-1 - index) for index in range(count)])
+
+    @staticmethod
+    def _sample(index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index + (1 << 20))
+        return torch.randint(0, VOCAB, (CONTEXT + 1,), generator=generator)
+
+
+def run_file(rounds: int = 8, method: str = "sign-muon", **run: Any) -> RunFile:
+    """A run file whose model and data sections are not used."""
+    return RunFile.model_validate(
+        {
+            "run": {
+                "rounds": rounds,
+                "nodes": 1,
+                "evaluate_every": 0,
+                "validation_windows": 5,
+                "seed": 3,
+                **run,
+            },
+            "data": {"batch": BATCH},
+            "method": {"name": method, "warmup": 2},
+        }
+    )
+
+
+class ScriptedExchange:
+    """Gives the orders of a list; results and state come from the test."""
+
+    def __init__(
+        self, orders: Sequence[Order], results: Mapping[int, torch.Tensor | Exception | None]
+    ) -> None:
+        self._orders = list(orders)
+        self._results = results
+        self.states: dict[str, tuple[dict[str, torch.Tensor], str] | Exception] = {}
+        self.contributions: list[tuple[int, torch.Tensor | None, str]] = []
+        self.reports: list[WorkReport] = []
+        self.donated: list[tuple[DonateOrder, str]] = []
+        self.readies: list[tuple[int, str]] = []
+
+    def next_order(self) -> Order:
+        return self._orders.pop(0)
+
+    def reduce(
+        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
+    ) -> RoundResult:
+        self.contributions.append((order.round, None if payload is None else payload.clone(), abstain_reason))
+        result = self._results[order.round]
+        if isinstance(result, Exception):
+            raise result
+        return RoundResult(order.round, result, ("node-1",), (1,), False, math.nan, "scripted")
+
+    def report(self, report: WorkReport) -> None:
+        self.reports.append(report)
+
+    def donate(self, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str) -> None:
+        failure = self.states.get(order.transfer)
+        if isinstance(failure, Exception):
+            raise failure
+        self.donated.append((order, state_digest))
+
+    def load(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> str:
+        state = self.states[order.transfer]
+        if isinstance(state, Exception):
+            raise state
+        for name, tensor in tensors.items():
+            tensor.copy_(state[0][name])
+        return state[1]
+
+    def ready(self, round_index: int, state_digest: str) -> None:
+        self.readies.append((round_index, state_digest))
+
+    def bytes_counted(self) -> tuple[int, int]:
+        return 11, 22
+
+    def close(self, reason: str) -> None:
+        pass
+
+
+def opened(round_index: int, **changes: Any) -> RoundOrder:
+    values: dict[str, Any] = {
+        "epoch": 1,
+        "members": ("node-0", "node-1"),
+        "lease_start": round_index * BATCH,
+        "lease_count": BATCH,
+        "evaluate": False,
+        "result_ready": False,
+    }
+    return RoundOrder(round=round_index, **{**values, **changes})
+
+
+STOP = StopOrder(True, "all rounds are done", False)
+
+
+class Node:
+    """A worker with everything around it."""
+
+    def __init__(self, run: RunFile, exchange: Any = None, *, start: int = 0, **options: Any) -> None:
+        self.model = options.pop("model", None) or TinyModel()
+        self.data = options.pop("data", None) or TinyData()
+        self.optimizer: ExchangedOptimizer = build_method(run.method, self.model)
+        self.events: list[Event] = []
+        self.exchange = exchange or LocalExchange(
+            rounds=run.run.rounds, batch=run.data.batch, evaluate_every=run.run.evaluate_every, start=start
+        )
+        self.worker = Worker(
+            run,
+            self.model,
+            self.data,
+            self.optimizer,
+            self.exchange,
+            round_index=start,
+            on_event=self.events.append,
+            **options,
+        )
+
+    def run(self) -> Summary:
+        return self.worker.run()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def schedule(run: RunFile, round_index: int) -> float:
+    method = run.method
+    return factor(
+        round_index, run.run.rounds, warmup=method.warmup, shape=method.schedule, final=method.final
+    )
+
+
+def payload_of_round_0(run: RunFile) -> torch.Tensor:
+    """What another node with other samples would contribute."""
+    model = TinyModel()
+    optimizer = build_method(run.method, model)
+    model.loss(TinyData().batch(500, BATCH, 3)).backward()
+    payload = torch.empty(optimizer.table.nbytes, dtype=torch.uint8)
+    assert optimizer.propose(0, payload)
+    return payload
