@@ -4,7 +4,7 @@ isort:skip_file
 The wire protocol between a node and the coordinator.
 
 Control calls are ordinary protobuf messages. Bulk data (contributions, results, state) travels as raw bytes on
-generic stream handlers, framed by protos/frames.py; the HEADER, COMMIT and STATE bodies in those frames are the
+generic stream handlers, framed by protos/wire.py; the HEADER, COMMIT and STATE bodies in those frames are the
 messages below. Every call carries the metadata `atoll-token` (from the invite); after Join also `atoll-session`.
 
 Rounds are numbered from 0. Durations are in seconds. Digests are lower-case hex.

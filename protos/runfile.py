@@ -153,6 +153,10 @@ def _broken_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
     if data.tokenizer == "bytes" and model.vocab is not None and model.vocab < 256:
         rule = 'must be at least 256 with [data] tokenizer = "bytes"'
         yield Problem("model", "vocab", rule, "or leave it out", model.vocab)
+    tokens = data.tokenizer != "bytes" or data.source.endswith((".bin", ".npy"))
+    if tokens and model.vocab is None and not model.name.startswith("hf:"):
+        rule = "must be given unless the data are bytes: the coordinator lays the payload out without the data"
+        yield Problem("model", "vocab", rule, "write the number of the tokenizer's token ids")
 
 
 def _broken_between_valid(raw: dict[str, Any]) -> Iterator[Problem]:

@@ -169,7 +169,7 @@ class ModelConfig(Section):
         default=None, ge=1, le=1 << 20, description="Width of the feed-forward part."
     )
     context: int = Field(default=64, ge=2, le=1 << 20, description="Tokens a prediction can look back on.")
-    vocab: Annotated[int | None, Unset("as many as the data's tokenizer has", 256)] = Field(
+    vocab: Annotated[int | None, Unset("256 for bytes; must be given for other tokens", 256)] = Field(
         default=None, ge=2, le=1 << 24, description="Token ids the model knows."
     )
     tied: bool = Field(default=True, description="Whether the embedding is the output head as well.")

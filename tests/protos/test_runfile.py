@@ -159,6 +159,8 @@ def test_a_wrong_key_or_value_is_named_with_its_rule(text: str, message: str) ->
             "[model] layers = 5: has no effect: hf:gpt2 brings its own sizes",
         ),
         ("[model]\nvocab = 255", 'vocab = 255: must be at least 256 with [data] tokenizer = "bytes"'),
+        ('[data]\ntokenizer = "t.json"', "[model] vocab: must be given unless the data are bytes"),
+        ('[data]\nsource = "tokens.bin"', "[model] vocab: must be given unless the data are bytes"),
         (
             "[run]\nrounds = 10\n[method]\nwarmup = 10",
             "warmup = 10: must be less than [run] rounds = 10, or the learning",
@@ -305,7 +307,11 @@ def test_every_other_value_changes_the_digest() -> None:
     covered = {(section, key) for section, change in CHANGES for key in change}
     fields = {(name, key) for name, section in RunFile() for key in type(section).model_fields}
     assert covered == {(section, key) for section, key in fields if section != "coordinator"}
-    digests = {RunFile.model_validate({section: change}).digest for section, change in CHANGES}
+    needs: dict[str, Any] = {"tokenizer": {"model": {"vocab": 300}}}
+    digests = {
+        RunFile.model_validate({section: change, **needs.get(next(iter(change)), {})}).digest
+        for section, change in CHANGES
+    }
     assert len(digests) == len(CHANGES)
     assert RunFile().digest not in digests
 
@@ -341,6 +347,7 @@ def run_files(draw: st.DrawFn) -> RunFile:
             heads=heads,
             ff=draw(st.none() | st.integers(1, 4096)),
             tied=draw(st.booleans()),
+            vocab=draw(st.integers(256, 4096)),
         ),
         data=DataConfig(source=draw(names), tokenizer=draw(names)),
         method=MethodConfig(**method),
