@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -64,11 +65,7 @@ def _run_file(tmp_path: Path, rounds: int) -> Path:
 
 
 def _until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.02)
+    until(condition, "what was expected", watch=process, fate=lambda: process.communicate()[0])
 
 
 def _has(path: Path, text: str) -> Callable[[], bool]:

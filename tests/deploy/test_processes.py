@@ -21,6 +21,7 @@ from deploy.processes import (
     unwinding_signals,
     watch_parent,
 )
+from tests.waiting import until
 
 QUICK = Grace(interrupt=0.3, terminate=0.3, kill=5.0)
 DEADLINE = 20.0
@@ -31,10 +32,7 @@ def _python(code: str) -> list[str]:
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within {DEADLINE:g} s"
-        time.sleep(0.01)
+    until(condition, what, deadline=DEADLINE)
 
 
 def _alive(pid: int) -> bool:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from deploy.status import StatusClient
 from protos.address import Address
 from protos.invite import Invite
 from protos.runfile import RunFile
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -95,11 +95,7 @@ def _coordinator(run_file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def _invite(path: Path, process: subprocess.Popen[str]) -> Invite:
-    end = time.monotonic() + DEADLINE
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, "no invite"
-        time.sleep(0.05)
+    until(path.exists, "the invite", watch=process, fate=lambda: process.communicate()[0])
     return Invite.parse(path.read_text())
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from deploy.processes import Child, Children, Grace
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0  # seconds; only a hang reaches it
@@ -94,14 +93,7 @@ class Bed:
         """Wait until ``holds()``; fails at once when ``watch`` (default: the coordinator) ends before."""
         child = watch or self.coordinator
         assert child is not None
-        end = time.monotonic() + DEADLINE
-        while not holds():
-            assert time.monotonic() < end, f"{what} did not come in {DEADLINE} s; {child.fate()}"
-            try:
-                child.process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            assert holds(), f"{child.name} ended before {what}; {child.fate()}"
+        until(holds, what, watch=child.process, fate=child.fate, deadline=DEADLINE)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """What a node has told so far; a line still being written is left out."""

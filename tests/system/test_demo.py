@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from matplotlib.image import imread
+
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 240.0  # for what takes ten seconds on two idle cores
@@ -47,11 +48,11 @@ def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
 def _wait_for_rounds(out: Path, process: subprocess.Popen[str]) -> None:
     """Until every node has applied two rounds."""
     logs = [out / f"node-{index}.jsonl" for index in (1, 2, 3)]
-    end = time.monotonic() + DEADLINE
-    while not all(log.exists() and log.read_text().count('"RoundDone"') >= 2 for log in logs):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, f"no rounds within {DEADLINE:g} s"
-        time.sleep(0.05)
+
+    def two_each() -> bool:
+        return all(log.exists() and log.read_text().count('"RoundDone"') >= 2 for log in logs)
+
+    until(two_each, "two rounds of every node", watch=process, fate=lambda: process.communicate()[0])
 
 
 def test_the_demo_trains_agrees_and_compares(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
