@@ -22,6 +22,7 @@ from coordinator.server import serve
 from coordinator.timer import LoopTimer
 from optim.bits import tally
 from protos.address import Address
+from protos.allocator import keep_freed_memory
 from protos.buckets import BucketTable
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def run_coordinator(
     Raises:
         ListenError, MetricsError: an address cannot be used.
     """
+    keep_freed_memory()
     plan = RunPlan.of(run_file, dtype=dtype)
     where = listen or run_file.coordinator.address
     main = _coordinate(plan, table, token, where, metrics_listen, on_started, stop_event, stay)

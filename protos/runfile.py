@@ -155,7 +155,7 @@ def _broken_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem("model", "vocab", rule, "or leave it out", model.vocab)
     tokens = data.tokenizer != "bytes" or data.source.endswith((".bin", ".npy"))
     if tokens and model.vocab is None and not model.name.startswith("hf:"):
-        rule = "must be given unless the data are bytes: the coordinator lays the payload out without the data"
+        rule = "must be given unless the data are bytes: the coordinator never reads the data"
         yield Problem("model", "vocab", rule, "write the number of the tokenizer's token ids")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from node.exchange.base import ExchangeError
+from protos.allocator import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class NetworkThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        keep_freed_memory()
         self._loop = new_event_loop()
         self._loop.set_exception_handler(_quiet)
         self._lock = threading.Lock()
