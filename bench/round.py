@@ -4,7 +4,8 @@ Every node packs the signs of 124 M fp32 directions, contributes them, receives 
 to its weights. A *round* is what the nodes wait for: from the contribution handed over until the last of them
 holds the committed result (send, tally, receive). A *step* adds the passes over the node's own memory,
 packing and applying, which run side by side on as many cores as there are. In the same run the same nodes
-move the same bytes over plain TCP sockets, see :mod:`bench.raw_sockets`: that is the floor.
+move the same bytes over plain TCP sockets, see :mod:`bench.raw_sockets`: that is the floor. Bare gRPC streams
+of the same chunks (:mod:`bench.bare_grpc`) show how much of the distance to it is gRPC's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Barrier
 from typing import Any, Final
 
+from bench.bare_grpc import GrpcLane, grpc_hub
 from bench.processes import end, started
 from bench.raw_sockets import BlockingLane, LoopLane, blocking_hub, loop_hub
 from bench.report import Report, median
@@ -39,7 +41,8 @@ def run(quick: bool) -> Report:
     with contextlib.ExitStack() as stack:
         invite = stack.enter_context(started(context, _coordinate))
         ports = [
-            stack.enter_context(started(context, hub, NODES, PAYLOAD)) for hub in (loop_hub, blocking_hub)
+            stack.enter_context(started(context, hub, NODES, PAYLOAD))
+            for hub in (loop_hub, blocking_hub, grpc_hub)
         ]
         nodes = [
             context.Process(target=_node, args=(index, invite, ports, repeats, barrier, results), daemon=True)
@@ -64,16 +67,20 @@ def _report(rows: Sequence[Sequence[Row]]) -> Report:
         return median([r[last] - r[first] for of in repetitions for r in of])
 
     floor, blocking = span("raw_start", "raw_end"), span("blocking_start", "blocking_end")
+    bare = span("grpc_start", "grpc_end")
     seconds, step = span("packed", "received"), span("packed", "received") + span("start", "signs")
     step += span("apply_start", "applied")
     report = Report("round")
     report.add("round_over_floor", seconds / floor, ceiling=3.0)
+    report.add("round_over_bare_grpc", seconds / bare)
+    report.add("bare_grpc_over_floor", bare / floor)
     report.add("round_over_blocking_floor", seconds / blocking)
     report.add("step_over_floor", step / floor)
     report.add("round_seconds", seconds)
     report.add("step_seconds", step)
     report.add("floor_seconds", floor)
     report.add("blocking_floor_seconds", blocking)
+    report.add("bare_grpc_seconds", bare)
     phases = {
         "pack": phase("start", "signs"),
         "send": phase("packed", "sent"),
@@ -89,8 +96,10 @@ def _report(rows: Sequence[Sequence[Row]]) -> Report:
     table.row("round", seconds * 1e3)
     table.row("raw sockets, event loops", floor * 1e3)
     table.row("raw sockets, blocking", blocking * 1e3)
+    table.row("bare gRPC streams", bare * 1e3)
     report.note("a round is send, tally and receive of all nodes; a step adds packing and applying")
     report.note("receive ends with the commit and contains the tally; tally is CPU time, measured by itself")
+    report.note("bare_grpc_over_floor is what gRPC costs by itself, with the same chunks and event loops")
     report.note(f"{os.cpu_count()} cores run {NODES} nodes and the coordinator")
     return report
 
@@ -113,9 +122,10 @@ def _node(
     weights = torch.zeros(PARAMETERS)
     payload = torch.empty(PAYLOAD, dtype=torch.uint8)
     votes = [np.random.default_rng(i).integers(0, 256, PAYLOAD, np.uint8) for i in range(NODES)]
-    lanes: dict[str, LoopLane | BlockingLane] = {
+    lanes: dict[str, LoopLane | BlockingLane | GrpcLane] = {
         "raw": LoopLane(ports[0], PAYLOAD),
         "blocking": BlockingLane(ports[1], PAYLOAD),
+        "grpc": GrpcLane(ports[2], PAYLOAD),
     }
     exchange = HubExchange(Invite.parse(invite))
     rows: list[Row] = []
