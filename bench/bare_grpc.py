@@ -58,7 +58,7 @@ class GrpcLane:
         self._loop = new_event_loop()
         self._received = bytearray(nbytes)
         self._channel = self._loop.run_until_complete(self._open(port))
-        self._call = self._channel.stream_stream(_METHOD)
+        self._call = self._channel.stream_stream(_METHOD, None, None)
 
     @staticmethod
     async def _open(port: int) -> grpc.aio.Channel:

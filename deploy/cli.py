@@ -106,7 +106,7 @@ def _options(
     )
 
 
-@run_app.command("init")
+@run_app.command("init", epilog="Example: atoll run init run.toml --method sign-muon --nodes 4")
 def run_init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it; - for stdout.")] = Path(
         "run.toml"
@@ -144,7 +144,7 @@ def run_init(
     typer.echo(f"wrote {file}; 'atoll run check {file}' shows what it comes to")
 
 
-@run_app.command("check")
+@run_app.command("check", epilog="Example: atoll run check run.toml --json")
 def run_check(file: RunFilePath, as_json: Json = False) -> None:
     """Check a run file and show its values and the bytes of a round."""
     from protos.runfile import RunFile
@@ -166,7 +166,10 @@ def run_check(file: RunFilePath, as_json: Json = False) -> None:
     console.print(f"{file} is fine; digest {runfile.digest}", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("coordinator")
+@app.command(
+    "coordinator",
+    epilog="Example: atoll coordinator run.toml --listen 0.0.0.0:4600 --advertise gpu1.example.org",
+)
 def coordinator(
     file: RunFilePath,
     listen: Annotated[
@@ -215,7 +218,9 @@ def coordinator(
         raise typer.Exit(code)
 
 
-@app.command("join")
+@app.command(
+    "join", epilog="Example: atoll join atoll://TOKEN@gpu1.example.org:4600 --name reef --save checkpoints"
+)
 def join(
     invite: InviteText,
     name: Annotated[str, typer.Option(help="What the others see; the host's name if not given.")] = "",
@@ -261,7 +266,7 @@ def join(
         raise typer.Exit(1)
 
 
-@app.command("train")
+@app.command("train", epilog="Example: atoll train run.toml --save checkpoints --save-every 100")
 def train(
     file: RunFilePath,
     device: DeviceOption = "auto",
@@ -321,7 +326,7 @@ def _address(text: str | None) -> Address | None:
     return None if text is None else Address.parse(text)
 
 
-@app.command("demo")
+@app.command("demo", epilog="Example: atoll demo --rounds 100 --nodes 4 --no-baseline")
 def demo(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Logs, picture, numbers and checkpoint go there.")
@@ -356,7 +361,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command("status")
+@app.command("status", epilog="Example: atoll status atoll://TOKEN@gpu1.example.org:4600 --watch")
 def status(
     invite: InviteText,
     as_json: Json = False,

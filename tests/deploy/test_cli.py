@@ -60,10 +60,13 @@ def test_help_names_the_commands() -> None:
         assert re.search(rf"^ *{command} ", result.output, re.MULTILINE), command
 
 
-@pytest.mark.parametrize("command", [["run", "init"], ["run", "check"], ["coordinator"], ["join"], ["demo"]])
+@pytest.mark.parametrize(
+    "command", [["run", "init"], ["run", "check"], ["coordinator"], ["join"], ["train"], ["status"], ["demo"]]
+)
 def test_every_command_has_help(command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0 and "Usage:" in result.output
+    assert f"Example: atoll {' '.join(command)}" in result.output
 
 
 def test_init_writes_a_run_file_that_check_accepts(tmp_path: Path) -> None:
