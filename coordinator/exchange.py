@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,9 +42,16 @@ class Exchange:
         result: what the node receives, once the header has been read.
         round: the active round that it contributes to, or ``None``.
         progress_at: when the stream last moved.
+        spent: nothing more has to be read from the node: its END has come, or more than will be discarded.
+
+    Args:
+        node: whose stream it is.
+        desk: the hub's side.
+        discards: bytes of messages that are read and dropped at most: of a contribution that is ignored, or
+            that is still coming when the stream has been answered.
     """
 
-    def __init__(self, node: Node, desk: Desk) -> None:
+    def __init__(self, node: Node, desk: Desk, *, discards: int = 4 * MAX_MESSAGE_BYTES) -> None:
         self.node = node
         self.result: Result | None = None
         self.round: ActiveRound | None = None
@@ -51,7 +59,9 @@ class Exchange:
         self.progress_at = desk.now()
         self.served = False  # COMMIT has been handed to the transport
         self.on_close: Callable[[], None] | None = None  # set by the transport: wake a blocked write
+        self.spent = False
         self._desk = desk
+        self._discards = discards
         self._uploaded = False
         self._attempt = 0
         self._cursor = 0
@@ -62,6 +72,7 @@ class Exchange:
     def feed(self, message: bytes) -> None:
         """Take one message of the node. A refusal reaches the node through :meth:`next_frame`."""
         if self._error is not None:
+            self._discard(message)
             return
         self.progress_at = self.node.seen_at = self._desk.now()
         try:
@@ -71,6 +82,7 @@ class Exchange:
 
     def _feed(self, message: bytes) -> None:
         if len(message) > MAX_MESSAGE_BYTES:
+            self.spent = True
             raise Refused(
                 OVERSIZED, f"a message of {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are taken"
             )
@@ -78,6 +90,7 @@ class Exchange:
             frame = decode_frame(message)
         except FrameError as error:
             raise Refused(BAD_FRAME, str(error)) from error
+        self.spent = self.spent or frame.kind == END
         if self.result is None:
             if frame.kind != HEADER:
                 raise Refused(
@@ -87,12 +100,28 @@ class Exchange:
             return
         if self._uploaded:
             raise Refused(BAD_FRAME, "a frame after the end of the contribution")
-        if self.contribution is None or self.round is None:  # abstains, or is ignored
+        # After the commit the row belongs to the next round, perhaps to another node of it.
+        if (
+            self.contribution is None or self.round is None or self.result.committed
+        ):  # is ignored, or abstains
             self._uploaded = frame.kind == END
+            if self._exceeds(len(message)):
+                raise Refused(OVERSIZED, "far more came than a contribution that is ignored can have")
             return
         self.contribution.feed(frame)
         self._uploaded = self.contribution.complete
         self.round.delivered(self.node.node, self.contribution)
+
+    def _discard(self, message: bytes) -> None:
+        """Look only for the end of what the node still sends."""
+        if not self._exceeds(len(message)):
+            with contextlib.suppress(FrameError):
+                self.spent = self.spent or decode_frame(message).kind == END
+
+    def _exceeds(self, nbytes: int) -> bool:
+        self._discards -= nbytes
+        self.spent = self.spent or self._discards < 0
+        return self._discards < 0
 
     def ended(self) -> None:
         """The node has closed its side of the stream."""
@@ -100,7 +129,7 @@ class Exchange:
             return
         if self.result is None:
             self._refuse(Refused(TRUNCATED, "the exchange ended before its header"))
-        elif self.contribution is not None and not self.contribution.complete:
+        elif self.contribution is not None and self.unfinished:
             received = self.contribution.received
             self._refuse(
                 Refused(TRUNCATED, f"the contribution ended after {received} bytes, without its END frame")
@@ -135,8 +164,12 @@ class Exchange:
     @property
     def unfinished(self) -> bool:
         """Whether the end of the node's side would leave a contribution in the middle."""
-        begun = self.result is None or (self.contribution is not None and not self.contribution.complete)
-        return begun and self._error is None
+        if self._error is not None:
+            return False
+        if self.result is None:
+            return True
+        begun = self.contribution is not None and not self.contribution.complete
+        return begun and not self.result.committed
 
     @property
     def refusal(self) -> Refused | None:

@@ -40,7 +40,7 @@ from protos.atoll_pb2 import (
     StatusReply,
 )
 from protos.buckets import BucketTable
-from protos.wire import PROTOCOL, FrameError, decode_frame
+from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, FrameError, decode_frame
 
 MAX_NODES: Final = 4096
 MAX_CONTROL_BYTES: Final = 64 << 10  # of a node's message on its session
@@ -218,7 +218,8 @@ class Hub:
             self.count(REPLACED)
             old.broke()
             old.close(Refused("", f"{node.node} has opened another exchange", "ABORTED"))
-        exchange = Exchange(node, self._intake)
+        discards = 2 * (self.table.nbytes + MAX_MESSAGE_BYTES)  # frames around small chunks included
+        exchange = Exchange(node, self._intake, discards=discards)
         node.exchange = exchange
         return exchange
 

@@ -33,6 +33,7 @@ Context = Any  # grpc.aio.ServicerContext[bytes, bytes]; the stubs lack its read
 M = TypeVar("M", bound=Message)
 
 STOP_GRACE: Final = 2.0  # seconds for open calls to end by themselves
+DRAIN_SECONDS: Final = 10.0  # for a node to end an upload that has been answered
 BREAK_GRACE: Final = 0.05  # seconds in which a broken call, which first looks like an ended one, is cancelled
 
 
@@ -56,15 +57,17 @@ class Server:
         await self._server.stop(grace)
 
 
-async def serve(hub: Hub, listen: Address | str, token: str) -> Server:
+async def serve(hub: Hub, listen: Address | str, token: str, *, drain: float = DRAIN_SECONDS) -> Server:
     """Listen on ``listen`` (port 0: a free one) and serve ``hub`` to whoever holds ``token``.
+
+    ``drain`` is how many seconds an upload is still read, and dropped, after its commit or refusal.
 
     Raises:
         ListenError: the port is taken, or the address cannot be used.
     """
     address = Address.parse(listen) if isinstance(listen, str) else listen
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    calls = _Calls(hub, token)
+    calls = _Calls(hub, token, drain)
     server.add_generic_rpc_handlers(calls.handlers())
     try:
         port = server.add_insecure_port(str(address))
@@ -148,9 +151,11 @@ class _Stream:
 class _Calls:
     """The handlers of both services."""
 
-    def __init__(self, hub: Hub, token: str) -> None:
+    def __init__(self, hub: Hub, token: str, drain: float) -> None:
         self._hub = hub
         self._token = token.encode()
+        self._drain = drain
+        self._draining: dict[str, asyncio.Event] = {}  # by node; set to end it
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
         """Generic handlers without (de)serializers: messages are bytes."""
@@ -261,15 +266,21 @@ class _Calls:
         exchange = self._hub.open_exchange(node)
         stream = _Stream(context, self._hub, node)
         exchange.on_close = stream.interrupt
+        spent = asyncio.Event()  # nothing more has to be read
+        if (older := self._draining.pop(node.node, None)) is not None:
+            older.set()
 
         async def upload() -> None:
+            while not exchange.spent and (message := await stream.read()) is not None:
+                exchange.feed(message)
+            spent.set()
             while (message := await stream.read()) is not None:
                 exchange.feed(message)
             if exchange.unfinished:
                 await asyncio.sleep(BREAK_GRACE)
                 exchange.ended()
 
-        uploading = None
+        uploading = refusal = None
         try:
             first = await stream.read()
             if first is None:
@@ -278,14 +289,39 @@ class _Calls:
             else:
                 exchange.feed(first)
                 uploading = asyncio.create_task(upload(), name=f"upload of {node.node}")
-            while (frame := await exchange.next_frame()) is not None:
-                await stream.write(frame)
+            try:
+                while (frame := await exchange.next_frame()) is not None:
+                    await stream.write(frame)
+            except Refused as error:
+                refusal = error
+            if uploading is not None:
+                exchange.broke()
+                await self._drained(node, spent)
+            if refusal is not None:
+                raise refusal
         except _Interrupted:
             raise exchange.refusal or Refused("", "the exchange has ended", "ABORTED") from None
         finally:
             exchange.broke()
             if uploading is not None:
                 await _cancelled(uploading)
+
+    async def _drained(self, node: Node, spent: asyncio.Event) -> None:
+        """Wait, for a bounded time, until the node has sent what it was sending.
+
+        A client that is still writing when its call ends sees an internal error instead of the status, and
+        may lose unread results with it (gRPC issue 36066).
+        """
+        if spent.is_set():
+            return
+        self._draining[node.node] = spent
+        try:
+            await asyncio.wait_for(spent.wait(), self._drain)
+        except asyncio.TimeoutError:
+            log.info("%s did not end its upload within %g s of the answer", node.node, self._drain)
+        finally:
+            if self._draining.get(node.node) is spent:
+                del self._draining[node.node]
 
     async def _put_state(self, requests: Any, context: Context) -> bytes:
         node = self._node(context)

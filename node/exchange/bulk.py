@@ -32,7 +32,6 @@ from protos import atoll_pb2 as pb
 from protos import wire
 
 _STATUS_SECONDS: Final = 5.0
-_ANSWER_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,12 @@ async def contribute(
     """
     assembly = ResultAssembly(into, contribution.header.round)
     call = link.exchange(secret)
-    answered = asyncio.Event()
-    upload = asyncio.ensure_future(_upload(call, contribution, answered, on_sent))
+    over = asyncio.Event()
+    upload = asyncio.ensure_future(_upload(call, contribution, over, on_sent))
     committed = False
     try:
         while True:
             message = await call.read()
-            answered.set()
             if not isinstance(message, bytes):
                 raise Trouble(
                     Kind.CUT,
@@ -75,6 +73,7 @@ async def contribute(
             commit = assembly.add(message)
             if commit is not None:
                 committed = True
+                over.set()
                 return commit
     except aio.AioRpcError as error:
         raise link.trouble(error, link.limits.round) from None
@@ -102,32 +101,28 @@ def _retire(call: Call, upload: asyncio.Future[None], committed: bool) -> None:
 
 
 async def _upload(
-    call: Call, contribution: Contribution, answered: asyncio.Event, on_sent: Callable[[], None]
+    call: Call, contribution: Contribution, over: asyncio.Event, on_sent: Callable[[], None]
 ) -> None:
-    """Write the frames. If the call ends meanwhile, its reader learns why; here that is no error."""
+    """Write the frames. If the call ends meanwhile, its reader learns why; here that is no error.
+
+    Once the round is ``over``, the rest of a late payload is of no use and is left out.
+    """
     payload = contribution.payload
     hasher = xxhash.xxh3_128()
     with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(wire.encode_frame(wire.HEADER, contribution.header.SerializeToString()))
         if payload is not None:
             for offset in range(0, len(payload), wire.CHUNK_BYTES):
+                if over.is_set():
+                    break
                 chunk = payload[offset : offset + wire.CHUNK_BYTES]
                 hasher.update(chunk)
                 await call.write(wire.encode_frame(wire.CHUNK, chunk, offset=offset))
-        elif await _set_within(answered, _ANSWER_SECONDS):
-            # Whoever has the result ready answers the header and ends the call. A write into that end would
-            # make gRPC lose the answer (its issue 36066), and nobody waits for an END any more.
-            return
-        on_sent()
+        if not over.is_set():
+            on_sent()
         end = pb.ContributionEnd(payload_digest=hasher.hexdigest())
         await call.write(wire.encode_frame(wire.END, end.SerializeToString()))
         await call.done_writing()
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
-    return event.is_set()
 
 
 async def put_state(
@@ -213,6 +208,9 @@ async def get_state(link: Link, secret: str, order: LoadOrder, tensors: Mapping[
             raise TransferError(
                 f"{what} is damaged: digest {hasher.hexdigest()}, the donor announced {announced}"
             )
+        # A cancellation on the heels of the last frame would look like a broken download to the coordinator.
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(call.code(), _STATUS_SECONDS)
     except aio.AioRpcError as error:
         raise TransferError(f"{what} broke off: {link.trouble(error, link.limits.transfer)}") from None
     except (Trouble, LayoutError, wire.FrameError, DecodeError) as error:

@@ -329,6 +329,30 @@ async def test_after_one_stumble_a_member_is_waited_for_again() -> None:
     assert site.run.results.get(1).voters == ("node-0", "node-1", "node-2")  # type: ignore[union-attr]
 
 
+async def test_what_comes_after_the_commit_leaves_the_next_round_alone() -> None:
+    """The rows of a round are used again in the next one, after a departure even by other nodes."""
+    site = Site(nodes=3)
+    nodes = site.nodes
+    orders = await site.opened()
+    payload = random_payload(7, site.hub.table)
+    frames = contribution_frames(orders[2], site.hub.table, payload, chunk=64)
+    late = nodes[2].feed(*frames[:2])
+    active = site.hub.run.active
+    assert active is not None
+    row = active.members[nodes[2].id].row
+    for node, order in zip(nodes[:2], orders, strict=False):
+        node.send(order, random_payload(1, site.hub.table))
+    site.idle(11.0)
+    assert site.hub.run.round == 1
+    row[:] = 0xA5  # somebody else's contribution to round 1
+    for frame in frames[2:]:
+        late.feed(frame)
+    assert (row == 0xA5).all()
+    commit = (await nodes[2].receive(late)).commit
+    assert commit is not None and not commit.counted
+    assert not site.hub.run.counters["broken-stream"]
+
+
 async def test_a_member_that_is_too_slow_costs_ever_fewer_deadlines() -> None:
     site = Site(nodes=2, rounds=200, policy=Policy(10.0, 60.0, 0.51))
     slow = site.nodes[1]

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from coordinator.hub import Hub
 from coordinator.pool import ThreadPool
 from coordinator.rounds import Policy
-from coordinator.server import ListenError, Server, serve
+from coordinator.server import DRAIN_SECONDS, ListenError, Server, serve
 from coordinator.timer import LoopTimer
 from optim.bits import tally
 from protos import atoll_pb2 as pb
@@ -159,13 +159,16 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(
-    table: BucketTable | None = None, listen: str = "127.0.0.1:0", **plan: Any
+    table: BucketTable | None = None,
+    listen: str = "127.0.0.1:0",
+    drain: float = DRAIN_SECONDS,
+    **plan: Any,
 ) -> AsyncIterator[Site]:
     made = Site()
     made.table = table or voted_table()
     pool = ThreadPool()
     made.hub = Hub(make_plan(**plan), made.table, timer=LoopTimer(), pool=pool, tally=tally)
-    made.server = await serve(made.hub, listen, TOKEN)
+    made.server = await serve(made.hub, listen, TOKEN, drain=drain)
     try:
         yield made
     finally:
@@ -378,6 +381,108 @@ async def test_bad_contributions_are_refused_and_every_round_commits() -> None:
                 assert download.commit is not None and download.commit.counted is counted, case
                 assert list(download.commit.voters) == ["node-0", "node-1"], case
                 assert "refused: node-2" in download.commit.reason
+        for client in clients:
+            await client.close()
+
+
+async def test_a_late_contribution_that_is_still_coming_gets_the_result() -> None:
+    async with site(LARGE, nodes=3, rounds=9, policy=Policy(0.2, 5.0, 0.6)) as here:
+        clients = await here.clients(3)
+        order = await clients[2].opened()
+        frames = contribution_frames(order, LARGE, random_payload(2, LARGE))
+        call = clients[2].exchange()
+        await clients[2].write(call, frames[:2])
+        on_time = (await here.play(clients[:2]))[0]
+        download = Download(LARGE.nbytes)
+        while download.commit is None:
+            download.add(await soon(call.read()))
+        await clients[2].write(call, frames[2:])  # raises if the call has been ended
+        assert await soon(call.read()) is grpc.aio.EOF
+        assert await soon(call.code()) is grpc.StatusCode.OK
+        assert not download.commit.counted and download.payload == on_time.payload
+        assert here.hub.run.counters["broken-stream"] == 0
+        for client in clients:
+            await client.close()
+
+
+LATE_REFUSALS: dict[str, tuple[int, dict[str, Any], Callable[[list[bytes]], list[bytes]], str, str]] = {
+    "wrong-table": (1, {"table_digest": "x"}, lambda f: f, "FAILED_PRECONDITION", "laid out by table x"),
+    "out-of-order": (3, {}, lambda f: [*f[:2], *f[3:4], *f[2:3], *f[4:]], "INVALID_ARGUMENT", "expected"),
+    "bad-frame": (3, {}, lambda f: [*f[:2], b"?" * 99, *f[2:]], "INVALID_ARGUMENT", ""),
+    "bad-digest": (5, {}, lambda f: [*f[:-1], wire.encode_frame(wire.END)], "INVALID_ARGUMENT", "announces"),
+}
+
+
+@pytest.mark.parametrize("kind", LATE_REFUSALS)
+async def test_a_refusal_reaches_a_node_that_is_still_sending(kind: str) -> None:
+    """``first`` frames are enough for the refusal; the others are sent after it."""
+    first, header, change, code, words = LATE_REFUSALS[kind]
+    async with site(LARGE, nodes=1, rounds=9) as here:
+        client = await Client(here).join()
+        order = await client.opened()
+        frames = change(contribution_frames(order, LARGE, random_payload(0, LARGE), **header))
+        call = client.exchange()
+        reading = asyncio.ensure_future(ended(call))
+        await client.write(call, frames[:first])
+        await eventually(lambda: here.hub.run.counters[kind] == 1, "the refusal")
+        await client.write(call, frames[first:])
+        status, text = await reading
+        assert (status.name, words in text) == (code, True), text
+        assert sum(here.hub.run.counters.values()) == 1
+        await client.close()
+
+
+async def test_an_upload_without_end_is_cut_after_its_answer() -> None:
+    """By time if the node falls silent, by bytes if it sends on and on, and when it opens another call."""
+    async with site(nodes=1, rounds=9, drain=0.05) as here:
+        client = await Client(here).join()
+        order = await client.opened()
+        bad = contribution_frames(order, here.table, random_payload(0, here.table), table_digest="x")
+        call = client.exchange()
+        await client.write(call, bad[:1])
+        assert (await ended(call))[0] is grpc.StatusCode.FAILED_PRECONDITION
+        await client.close()
+    async with site(nodes=2, rounds=9, drain=3600.0) as here:  # the other one keeps the round open
+        client, other = await here.clients(2)
+        order = await client.opened()
+        call = client.exchange()
+        reading = asyncio.ensure_future(ended(call))
+        before = here.hub.bytes_in
+        await client.write(call, bad[:1])
+        chunk = wire.encode_frame(wire.CHUNK, bytes(wire.CHUNK_BYTES))
+
+        async def send_for_ever() -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                while True:
+                    await call.write(chunk)
+
+        await soon(send_for_ever())
+        await reading
+        assert here.hub.bytes_in - before < 8 * wire.MAX_MESSAGE_BYTES
+        silent = other.exchange()
+        await other.write(silent, bad[:1])
+        await eventually(lambda: here.hub.run.counters["wrong-table"] == 2, "the refusal")
+        fetch = other.exchange()
+        await other.write(fetch, abstain_frames(order, "it was refused"))
+        assert (await ended(silent))[0] is grpc.StatusCode.FAILED_PRECONDITION
+        assert (await other.read(fetch)).commit is not None
+        await client.close()
+        await other.close()
+
+
+async def test_an_ignored_contribution_has_a_size_too() -> None:
+    async with site(nodes=2, rounds=9) as here:
+        clients = await here.clients(2)
+        order = await clients[1].opened()
+        call = clients[1].exchange()
+        reading = asyncio.ensure_future(ended(call))
+        await clients[1].write(call, abstain_frames(order)[:1])
+        chunk = wire.encode_frame(wire.CHUNK, bytes(wire.CHUNK_BYTES))
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for _ in range(64):
+                await soon(call.write(chunk))
+        await reading
+        assert here.hub.run.counters["oversized"] == 1
         for client in clients:
             await client.close()
 

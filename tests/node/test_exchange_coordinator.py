@@ -18,6 +18,7 @@ from node.events import Event, Joined, Notice, RoundDone, StateLoaded, StateSent
 from node.exchange.base import ExchangeError, RoundOrder
 from node.exchange.hub import HubExchange
 from node.exchange.link import Limits
+from node.exchange.local import LocalExchange
 from node.exchange.retry import Backoff, Timing
 from node.exchange.session import Claim
 from node.launch import Options, join, train
@@ -93,9 +94,15 @@ def fleet() -> Iterator[Fleet]:
     made.close()
 
 
-def tiny_node(run: RunFile, invite: Invite, name: str, on_event: Any = lambda event: None) -> Summary:
+def tiny_node(
+    run: RunFile,
+    invite: Invite,
+    name: str,
+    on_event: Any = lambda event: None,
+    data: TinyData | None = None,
+) -> Summary:
     """One tiny node from join to stop, with a model and data that are not the run file's."""
-    model, data = TinyModel(), TinyData()
+    model, data = TinyModel(), data or TinyData()
     optimizer = build_method(run.method, model)
     exchange = HubExchange(invite, limits=LIMITS, timing=TIMING, say=lambda text: on_event(Notice(text)))
     try:
@@ -177,21 +184,35 @@ def test_nodes_agree_on_every_bit_in_every_round(fleet: Fleet, nodes: int, metho
     assert (outcome.phase, outcome.round) == ("done", rounds)
 
 
-def test_one_node_through_the_coordinator_equals_the_local_run(fleet: Fleet) -> None:
-    run = run_file(6, nodes=1)
+class SameData(TinyData):
+    """The n-th batch is the same on every node, whatever was leased to it."""
+
+    def batch(self, start: int, count: int, seed: int) -> torch.Tensor:
+        return super().batch(len(self.read) * count, count, seed)
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 4])
+def test_nodes_with_identical_batches_equal_one_without_a_network(fleet: Fleet, nodes: int) -> None:
+    rounds = 8
+    run = run_file(rounds, nodes=nodes)
     coordinator = fleet.coordinator(run, tiny_table(run))
     log = Log()
-    tiny_node(run, coordinator.invite, "only", log.listener("only"))
-    from node.exchange.local import LocalExchange
+    names = [f"n{index}" for index in range(nodes)]
+    futures = [
+        fleet.pool.submit(tiny_node, run, coordinator.invite, name, log.listener(name), SameData())
+        for name in names
+    ]
+    for future in futures:
+        future.result(DEADLINE)
 
     model = TinyModel()
-    local = LocalExchange(rounds=6, batch=run.data.batch)
-    Worker(
-        run, model, TinyData(), build_method(run.method, model), local, on_event=log.listener("local")
-    ).run()
-    assert [event.digest for event in log.of("only", RoundDone)] == [
-        event.digest for event in log.of("local", RoundDone)
-    ]
+    local = LocalExchange(rounds=rounds, batch=run.data.batch)
+    optimizer = build_method(run.method, model)
+    Worker(run, model, SameData(), optimizer, local, on_event=log.listener("local")).run()
+    expected = [event.digest for event in log.of("local", RoundDone)]
+    assert len(set(expected)) == rounds
+    for name in names:
+        assert [event.digest for event in log.of(name, RoundDone)] == expected
 
 
 def test_newcomer_loads_the_state_in_mid_run_and_stays_identical(fleet: Fleet) -> None:
