@@ -26,6 +26,8 @@ def changes(before: pb.StatusReply, after: pb.StatusReply) -> list[str]:
             sentences.append(f"{who} has joined from {peer(node.address)}")
         if node.state != (old.state if old else "joining"):
             sentences.append(_state(who, node))
+        if node.abstained and not (old and old.abstained):
+            sentences.append(f"{who} has contributed nothing to a round; its own log says why")
     if after.phase != before.phase or (after.phase == "gathering" and present(after) != present(before)):
         sentences.append(f"{after.phase}: {after.reason}" if after.reason else after.phase)
     for kind in sorted(after.counters):

@@ -60,7 +60,7 @@ class StatusClient:
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"the coordinator at {where} did not answer within {timeout:g} s"
         if code == grpc.StatusCode.UNAUTHENTICATED:
-            return f"the coordinator at {where} refuses: {details}. Ask for the invite of the run there"
+            return f"the coordinator at {where} refuses: {details}"
         if code == grpc.StatusCode.UNIMPLEMENTED:
             return f"what listens at {where} is not an Atoll coordinator of this version: {details}"
         return f"the coordinator at {where} refuses the status ({code.name.lower()}): {details}"

@@ -145,6 +145,24 @@ def save(
     return target
 
 
+def prepare(folder: Path) -> None:
+    """Make ``folder`` and try to write there.
+
+    Raises:
+        CheckpointError: no checkpoint could be saved there.
+    """
+    trial = folder / f".trial.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.mkdir()
+        trial.rmdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints cannot be saved in {folder}: {_reason(error)}; give --save a folder that can be "
+            "written to"
+        ) from error
+
+
 def find(path: Path) -> Path:
     """The checkpoint meant by ``path``: itself, or the newest in it.
 

@@ -94,6 +94,7 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
         LaunchError, ModelError, DataError, RunFileError, CheckpointError: this node cannot be set up.
         KeyboardInterrupt: after leaving cleanly.
     """
+    _prepare(options)
     with ExitStack() as stack:
         metrics, emit = _observed(stack, options, on_event)
         exchange = HubExchange(
@@ -131,6 +132,7 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
         LaunchError, ModelError, DataError, CheckpointError: this node cannot be set up.
         KeyboardInterrupt: after the round in progress and its checkpoint.
     """
+    _prepare(options)
     with ExitStack() as stack:
         _, emit = _observed(stack, options, on_event)
         parts = _build(runfile, options)
@@ -142,6 +144,12 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
             start=parts.round,
         )
         return _work(parts, exchange, options, emit, _Farewell(stack, exchange))
+
+
+def _prepare(options: Options) -> None:
+    """Find out before the training, not after it, that nothing can be saved."""
+    if options.save is not None:
+        checkpoint.prepare(options.save)
 
 
 class _Farewell:
@@ -176,6 +184,8 @@ def _work(
         raise
     except BaseException as error:
         farewell.reason = f"{type(error).__name__}: {error}"[:200]
+        if isinstance(error, ExchangeError):  # the run is lost to this node, its state is not
+            worker.save()
         raise
     farewell.reason = summary.reason
     if worker.interrupted:
@@ -211,7 +221,13 @@ def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[N
     if options.metrics is None:
         return None, on_event
     metrics = NodeMetrics()
-    server = MetricsServer(metrics, options.metrics)
+    try:
+        server = MetricsServer(metrics, options.metrics)
+    except OSError as error:
+        raise LaunchError(
+            f"metrics cannot be served on {options.metrics}: {error.strerror or error}; give --metrics an "
+            "address of this machine and a port that is free (0 takes one)"
+        ) from error
     stack.callback(server.close)
 
     def emit(event: Event) -> None:

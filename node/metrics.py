@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
@@ -38,6 +39,8 @@ class NodeMetrics:
         self._bits_per_byte = gauge("validation_bits_per_byte", "The same in bits per byte of text")
         self._agreement = gauge("agreement", "Share of the node's voted bits that equalled the last result")
         self._voters = gauge("voters", "Contributions in the last result")
+        for unmeasured in (self._loss, self._validation, self._bits_per_byte, self._agreement):
+            unmeasured.set(math.nan)  # 0 would read as a perfect loss
         self._tokens = counter("tokens", "Tokens trained on")
         self._seconds = counter("phase_seconds", "Wall time by phase of a round", "phase")
         self._compute = counter("compute_cpu_seconds", "CPU time in forward and backward")

@@ -21,6 +21,7 @@ from node.events import (
     Abstained,
     Evaluated,
     Listener,
+    Notice,
     RoundDone,
     RoundMissed,
     Saved,
@@ -101,7 +102,8 @@ class Worker:
         self.state = SharedState(optimizer.shared_tensors())
         self.round = round_index
         self.waiting = False  # for others: nothing is lost if the wait is interrupted
-        self._consistent = True  # shared and local state are those before self.round
+        self._consistent = True  # the shared state is that before self.round, not half of a result
+        self._ahead = False  # momenta have taken in a gradient whose round is not applied
         self._whole = True  # the shared state was not left half loaded
         self._runfile = runfile
         self._model = model
@@ -161,13 +163,20 @@ class Worker:
         self.interrupted = True
 
     def save(self) -> None:
-        """Write a checkpoint, if there is a place for it and the state is that between two rounds.
+        """Write a checkpoint, if there is a place for it and the shared state is that between two rounds.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._saving is None or not (self._consistent and self._whole):
+        if self._saving is None:
             return
+        if not (self._consistent and self._whole):
+            self._on_event(Notice(f"nothing is saved: the state of round {self.round} is incomplete"))
+            return
+        if self._ahead:
+            self._on_event(
+                Notice(f"the stop came within round {self.round}: the saved momenta are one gradient ahead")
+            )
         path = checkpoint.save(
             self._saving.folder,
             round_index=self.round,
@@ -238,7 +247,7 @@ class Worker:
         with self._phase("apply"):
             self._optimizer.apply(order.round, result.payload)
         self.round = order.round + 1
-        self._consistent = True
+        self._consistent, self._ahead = True, False
         with self._phase("digest"):
             self._digest = self.state.digest()
         self._trained += result.counted
@@ -272,10 +281,10 @@ class Worker:
             value = float(loss.detach())
         compute = self._clocks.cpu() - mark
         with self._phase("propose"):
-            self._consistent = False
+            self._ahead = True
             usable = self._optimizer.propose(order.round, self._payload)
         if not usable:
-            self._consistent = True
+            self._ahead = False
             return _Work(compute=compute, reason=f"the gradient is not finite (loss {value:.4g})")
         predicted = tokens.shape[0] * (tokens.shape[1] - 1)
         return _Work(self._payload, value, predicted, compute)

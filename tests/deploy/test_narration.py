@@ -47,6 +47,16 @@ def test_comings_and_goings() -> None:
     assert changes(gone, gone) == []
 
 
+def test_the_first_abstention_of_a_node_is_told() -> None:
+    before, first, more = (
+        pb.NodeStatus(node="node-0", name="reef", state="active", abstained=n) for n in range(3)
+    )
+    assert changes(_status("training", before), _status("training", first)) == [
+        "node-0 (reef) has contributed nothing to a round; its own log says why"
+    ]
+    assert changes(_status("training", first), _status("training", more)) == []
+
+
 def test_refusals_are_counted() -> None:
     before, after = _status("training", late=2), _status("training", late=5, truncated=1)
     assert changes(before, after) == [

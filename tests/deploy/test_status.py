@@ -53,6 +53,7 @@ def test_a_wrong_token_is_said_so(port: int) -> None:
         pytest.raises(StatusError, match="token is not this run's") as caught,
     ):
         client.fetch()
+    assert str(caught.value).count("invite") == 1
     assert f"127.0.0.1:{port}" in str(caught.value) and "wrong" not in str(caught.value)
 
 

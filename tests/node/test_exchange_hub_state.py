@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import grpc
@@ -74,6 +76,30 @@ def test_state_travels_in_chunks_from_donor_to_joiner(hub: FakeHub, make: Make) 
     assert (ready.round, ready.state_digest) == (9, "digest-of-9")
     assert exchange.meter.counts()["up", "state"] > 4 * 257 * 1025
     assert exchange.meter.counts()["down", "state"] > 4 * 257 * 1025
+
+
+def test_download_is_not_cancelled_before_the_coordinator_has_ended_it(hub: FakeHub, make: Make) -> None:
+    recorder = Recorder()
+    ended: list[str] = []
+    over = threading.Event()
+
+    async def play_and_linger(request: pb.StateHeader, context: Any) -> None:
+        try:
+            await recorder.play(request, context)
+            await asyncio.sleep(0.2)  # the donor's own call ends a little after its last frame
+            ended.append("whole")
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        finally:
+            over.set()
+
+    hub.put_state, hub.get_state = recorder.record, play_and_linger
+    exchange = make()
+    exchange.donate(DonateOrder("t1", 9), tensors(1), "digest-of-9")
+    exchange.load(LoadOrder("t1", 9), tensors(2))
+    assert over.wait(10)
+    assert ended == ["whole"]
 
 
 def test_state_that_does_not_fit_is_refused_before_a_byte_is_written(hub: FakeHub, make: Make) -> None:

@@ -12,6 +12,7 @@ from node.checkpoint import Saving, find, load
 from node.events import (
     Abstained,
     Evaluated,
+    Notice,
     RoundDone,
     Saved,
     Stopped,
@@ -241,7 +242,9 @@ def test_interrupt_ends_the_loop_after_the_round_in_progress(tmp_path: Path) -> 
     assert find(tmp_path).name == "round-00000003"
 
 
-def test_interrupted_wait_for_a_commit_saves_nothing_because_momenta_have_moved(tmp_path: Path) -> None:
+def test_interrupted_wait_for_a_commit_saves_the_shared_state_and_tells_of_the_momenta(
+    tmp_path: Path,
+) -> None:
     class Interrupted(ScriptedExchange):
         def reduce(
             self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
@@ -249,9 +252,19 @@ def test_interrupted_wait_for_a_commit_saves_nothing_because_momenta_have_moved(
             assert node.worker.waiting
             raise KeyboardInterrupt
 
-    node = Node(run_file(), Interrupted([opened(0)], {}), saving=Saving(tmp_path))
+    run = run_file()
+    node = Node(run, Interrupted([opened(0)], {}), saving=Saving(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         node.run()
     assert not node.worker.waiting
     node.worker.save()
-    assert list(tmp_path.iterdir()) == []
+    meta = load(
+        find(tmp_path),
+        run_digest=run.digest,
+        shared=node.optimizer.shared_tensors(),
+        local=node.optimizer.local_tensors(),
+    )
+    assert meta.round == 0
+    assert [event.text for event in node.of(Notice)] == [
+        "the stop came within round 0: the saved momenta are one gradient ahead"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.checkpoint import find
+from node.checkpoint import CheckpointError, find
 from node.events import Abstained, Event, Notice, RoundDone, RoundMissed, Saved, StateSent, Stopped
 from node.exchange.base import ExchangeError
 from node.launch import LaunchError, Options, choose_device, join, train
@@ -151,6 +152,24 @@ def test_metrics_follow_the_events() -> None:
     assert sample(metrics, "missed_rounds_total") == 1
     assert sample(metrics, "state_transfers_total", kind="sent") == 1
     assert sample(metrics, "bytes_total", direction="up", kind="contribution") == 15
+
+
+def test_what_was_never_measured_is_not_zero() -> None:
+    metrics = NodeMetrics()
+    for name in ("loss_nats", "validation_loss_nats", "validation_bits_per_byte", "agreement"):
+        value = sample(metrics, name)
+        assert value is not None and math.isnan(value)
+
+
+def test_options_that_cannot_work_are_refused_before_the_training(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.touch()
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be saved in .*file"):
+        train(small_run(1), Options(save=occupied))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = Address("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(LaunchError, match=rf"metrics cannot be served on {address}: .*in use; give"):
+            train(small_run(1), Options(metrics=address))
 
 
 def test_metrics_are_served_on_a_free_port_and_the_port_is_free_again() -> None:

@@ -78,7 +78,7 @@ def test_interrupting_a_node_leaves_cleanly_over_ipv6(bed):
 def test_interrupting_the_coordinator_ends_everything(bed):
     bed.lead(nodes=2, rounds=100_000)
     for name in ("a", "b"):
-        bed.join(name)
+        bed.join(name, "--save", str(bed.folder / f"saved-{name}"))
     bed.reached("a", 5)
     port = int(bed.invite.rsplit(":", 1)[1])
     os.kill(bed.coordinator.pid, signal.SIGINT)
@@ -86,6 +86,7 @@ def test_interrupting_the_coordinator_ends_everything(bed):
     for name in ("a", "b"):
         assert bed.ended(bed.nodes[name]) == 1, bed.nodes[name].fate()
         assert "Traceback" not in bed.nodes[name].tail(40)
+        assert list((bed.folder / f"saved-{name}").glob("round-*/meta.json")), "the work must not be lost"
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the port must be closed"
 
@@ -93,13 +94,14 @@ def test_interrupting_the_coordinator_ends_everything(bed):
 def test_a_killed_coordinator_ends_the_nodes_with_a_reason(bed):
     bed.lead(nodes=2, rounds=100_000)
     for name in ("a", "b"):
-        bed.join(name, "--wait", "2s")
+        bed.join(name, "--wait", "2s", "--save", str(bed.folder / f"saved-{name}"))
     bed.reached("a", 5)
     os.kill(bed.coordinator.pid, signal.SIGKILL)
     for name in ("a", "b"):
         assert bed.ended(bed.nodes[name]) == 1, bed.nodes[name].fate()
         text = bed.nodes[name].tail(40)
         assert "coordinator" in text and "Traceback" not in text
+        assert list((bed.folder / f"saved-{name}").glob("round-*/meta.json")), "the work must not be lost"
 
 
 def test_another_text_is_refused_with_both_digests(bed, tmp_path):
