@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from optim.mean import mean_into
 from protos.buckets import BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, encode_frame
 
@@ -88,23 +89,6 @@ def cut(table: BucketTable, piece_bytes: int = CHUNK_BYTES) -> tuple[Piece, ...]
         )
         pieces.append(Piece(start, end, parts))
     return tuple(pieces)
-
-
-def mean_into(rows: Sequence[Bytes], weights: Sequence[int], out: Bytes) -> None:
-    """Weighted mean of little-endian fp32, written to ``out``.
-
-    Added in float64 in the order of ``rows`` (each product and sum rounded by itself), divided by the sum of
-    the weights and rounded once to fp32: the result depends only on rows, order and weights.
-    """
-    total = rows[0].view("<f4").astype(np.float64)
-    if weights[0] != 1:
-        total *= float(weights[0])
-    for row, weight in zip(rows[1:], weights[1:], strict=True):
-        values = row.view("<f4")
-        total += values if weight == 1 else values.astype(np.float64) * float(weight)
-    total /= float(sum(weights))
-    with np.errstate(over="ignore"):
-        out.view("<f4")[:] = total
 
 
 class Reduction:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from optim import bits
 from optim.exchanged import ExchangedOptimizer
+from optim.mean import Row, mean_into
 from optim.packs import check_payload
-from optim.reduce import Row, mean_of
 from protos.buckets import LINE_BYTES, BucketTable
 
 CHUNK_BYTES = 4 << 20
@@ -83,7 +83,7 @@ class MajorityAllReduce:
                 if reduce == "majority":
                     bits.tally(rows, casting=round_index % len(rows), out=out)
                 else:
-                    out[:] = mean_of(rows)
+                    mean_into(rows, [1] * len(rows), out)
         return result
 
     def _agree_on_round(self, round_index: int, table: BucketTable, votes: bool) -> set[int]:

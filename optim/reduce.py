@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from optim import bits
+from optim.mean import mean_into
 from optim.packs import check_payload
 from protos.buckets import BucketTable
-
-Row = NDArray[np.uint8]
 
 
 class Reduction(Protocol):
@@ -36,20 +33,6 @@ class Reduction(Protocol):
 def identity(payload: Tensor | None, *, round_index: int, table: BucketTable) -> Tensor | None:
     """The reduction of a single node."""
     return payload
-
-
-def mean_of(rows: Sequence[Row], weights: Sequence[int] | None = None) -> Row:
-    """Mean of fp32 sections: summed in the given order in fp64, divided, rounded once to fp32.
-
-    ``rows``: contiguous uint8 arrays of one length, a multiple of 4. The unweighted mean of equal rows is
-    that row, bit for bit. Returns a uint8 array of the same length.
-    """
-    counts = [1] * len(rows) if weights is None else list(weights)
-    total = np.zeros(rows[0].size // 4, np.float64)
-    for row, weight in zip(rows, counts, strict=True):
-        values = row.view("<f4")
-        total += values if weight == 1 else values * np.float64(weight)
-    return (total / sum(counts)).astype("<f4").view(np.uint8)
 
 
 def reduce_payloads(
@@ -85,5 +68,5 @@ def reduce_payloads(
         if reduce == "majority":
             bits.tally(rows, weights, casting=round_index % len(rows), out=out)
         else:
-            out[:] = mean_of(rows, weights)
+            mean_into(rows, weights or [1] * len(rows), out)
     return result

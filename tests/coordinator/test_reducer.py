@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.reducer import Reduction, Slab, all_finite, cut, mean_into, padding_bits
+from coordinator.reducer import Reduction, Slab, all_finite, cut, padding_bits
 from optim.bits import tally
+from optim.mean import mean_into
 from protos.buckets import Bucket, BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, decode_frame, payload_digest
 from tests.coordinator.coordinator_rig import mixed_table, random_payload, slow_tally, voted_table
