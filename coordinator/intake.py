@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coordinator.refusal import DUPLICATE, FELL_BEHIND, LATE, NOT_A_MEMBER, WRONG_ROUND, Refused
+from coordinator.run import ENDED, Run
 from protos.atoll_pb2 import ContributionHeader
 
 if TYPE_CHECKING:
     from coordinator.exchange import Exchange
-    from coordinator.run import Run
 
 
 class Intake:
@@ -31,6 +31,8 @@ class Intake:
         if header.round < run.round:
             self._serve(exchange, header)
             return
+        if run.phase in ENDED:
+            raise Refused("", f"the run has ended: {run.reason}", "UNAVAILABLE")
         if active is None or header.round > run.round:
             raise Refused(
                 WRONG_ROUND,

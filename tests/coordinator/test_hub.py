@@ -907,6 +907,15 @@ async def test_stopping_tells_the_nodes_and_ends_their_streams() -> None:
     await soon(site.run.finished.wait())
 
 
+async def test_a_contribution_that_arrives_after_the_stop_is_told_why() -> None:
+    site = Site()
+    orders = await site.opened()
+    site.hub.stop("maintenance")
+    with pytest.raises(Refused, match="the run has ended: maintenance") as refused:
+        await drain(site.nodes[0].send(orders[0], random_payload(0, site.table)))
+    assert refused.value.code == "UNAVAILABLE"
+
+
 async def test_who_does_not_leave_after_a_stop_is_dropped() -> None:
     site = Site(nodes=1, rounds=1)
     order = await site.nodes[0].opened()
