@@ -1,17 +1,11 @@
-"""The base of every optimizer whose update is agreed between nodes once a round.
-
-A round has two halves: :meth:`ExchangedOptimizer.propose` turns local gradients into the bytes that travel,
-and :meth:`ExchangedOptimizer.apply` turns the committed result, the same bytes on every node, into the
-update. What lies between is not this module's business: a coordinator, a process group, or nothing at all
-(:meth:`~ExchangedOptimizer.step`).
-"""
+"""Rounds of one step: every parameter group is voted on or averaged, see :mod:`optim.rules`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +16,7 @@ from optim.newton_schulz import polar_factors
 from optim.packs import Pack, PayloadError, check_payload, lay_out, read_mean, stacks, write_gradients
 from optim.reduce import Reduction, identity
 from optim.roles import ParameterRole
+from optim.round_optimizer import RoundOptimizer
 from optim.rules import (
     NS_DTYPES,
     REDUCE,
@@ -35,23 +30,10 @@ from optim.rules import (
     usable_gradient,
     vote_scale,
 )
-from protos.buckets import BucketTable
+from protos.buckets import BucketTable, TableSchedule
 
 
-def _direct(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of ``torch.optim.Optimizer`` without the wrapper that imports torch's compiler (1.5 CPU
-    seconds in every node) to keep it away from the method."""
-    inner: Callable[..., Any] = getattr(method, "__wrapped__", method)
-    return inner
-
-
-_add_param_group = _direct(torch.optim.Optimizer.add_param_group)
-_zero_grad = _direct(torch.optim.Optimizer.zero_grad)
-_state_dict = _direct(torch.optim.Optimizer.state_dict)
-_load_state_dict = _direct(torch.optim.Optimizer.load_state_dict)
-
-
-class ExchangedOptimizer(torch.optim.Optimizer):
+class ExchangedOptimizer(RoundOptimizer):
     """A ``torch.optim.Optimizer`` made of voted and averaged parameter groups.
 
     Every matrix and every embedding is a bucket of its own; the vectors of a group share one. Majority
@@ -64,9 +46,7 @@ class ExchangedOptimizer(torch.optim.Optimizer):
         reduce: the exchange used by :meth:`step`; the default serves a single node.
 
     Attributes:
-        table: what travels.
-        round_index: the round that :meth:`step` runs next; saved in ``state_dict``.
-        reduce: may be replaced at any time.
+        table: what travels in every round.
 
     Raises:
         ValueError: for options out of range, and parameters that are not contiguous fp32 or occur twice.
@@ -77,10 +57,6 @@ class ExchangedOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[Mapping[str, Any]], *, reduce: Reduction = identity) -> None:
         if sys.byteorder != "little":
             raise RuntimeError("payloads are little-endian: big-endian hosts are not supported")
-        self.reduce = reduce
-        self.round_index = 0
-        self._sealed = False
-        self._payload: Tensor | None = None
         self._roles: list[tuple[ParameterRole, ...]] = []
         rows: list[dict[str, Any]] = []
         for group in groups:
@@ -101,8 +77,7 @@ class ExchangedOptimizer(torch.optim.Optimizer):
             )
         if not rows:
             raise ValueError("there is nothing to train: the model has no trainable parameter")
-        super().__init__(rows, {})
-        self._sealed = True
+        super().__init__(rows, reduce=reduce)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = state_of(group["rule"], parameter)
@@ -111,18 +86,7 @@ class ExchangedOptimizer(torch.optim.Optimizer):
             for group, roles in zip(self.param_groups, self._roles, strict=True)
         )
         self.table = BucketTable(tuple(pack.bucket for pack in self._packs))
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only used while constructing: afterwards the table is agreed with other nodes and cannot grow."""
-        if self._sealed:
-            raise RuntimeError(
-                "the bucket table of a run is fixed: build a new optimizer with all its parameters"
-            )
-        _add_param_group(self, param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of torch."""
-        _zero_grad(self, set_to_none)
+        self.tables = TableSchedule((self.table,))
 
     # ------------------------------------------------------------------ the two halves of a round
 
@@ -167,13 +131,14 @@ class ExchangedOptimizer(torch.optim.Optimizer):
         return True
 
     @torch.no_grad()
-    def apply(self, round_index: int, payload: Tensor | None) -> None:
+    def apply(self, round_index: int, payload: Tensor | None, *, counted: bool = True) -> None:
         """Apply the committed result of a round; equal bytes give equal parameters.
 
         Args:
             round_index: number of the round.
             payload: uint8, ``table.nbytes`` elements; ``None`` for a round nobody voted in, which changes
                 nothing.
+            counted: makes no difference here: nothing is kept of a vote that came too late.
 
         Raises:
             PayloadError: for another size, dtype or layout, or a mean that is not finite; nothing has been
@@ -197,28 +162,6 @@ class ExchangedOptimizer(torch.optim.Optimizer):
                     else:
                         _apply_votes(options, pack, payload)
         self.round_index = round_index + 1
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One round: propose, exchange by :attr:`reduce`, apply. Returns what ``closure`` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._payload is None:
-            self._payload = torch.empty(self.table.nbytes, dtype=torch.uint8)
-        usable = self.propose(self.round_index, self._payload)
-        result = self.reduce(
-            self._payload if usable else None, round_index=self.round_index, table=self.table
-        )
-        self.apply(self.round_index, result)
-        return loss
 
     # ------------------------------------------------------------------ state
 
@@ -245,7 +188,7 @@ class ExchangedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of torch, with the next round under ``"round"``."""
-        return {**_state_dict(self), "round": self.round_index}
+        return {**super().state_dict(), "round": self.round_index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, into the existing storage of the state.
@@ -282,7 +225,7 @@ class ExchangedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
             for parameter in group["params"]
         }
-        _load_state_dict(self, state_dict)
+        super().load_state_dict(state_dict)
         for parameter, state in live.items():
             for key, tensor in state.items():
                 tensor.copy_(self.state[parameter][key])

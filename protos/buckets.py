@@ -1,7 +1,8 @@
 """What travels in a round: the bucket table, which is the layout of every contribution and of every result.
 
 A *bucket* is the unit of exchange: one matrix, or a pack of small tensors. The payload of a round is the
-concatenation of all buckets; each starts at a multiple of 64 bytes, so a slice never cuts a cache line.
+concatenation of all buckets; each starts at a multiple of 64 bytes, so a slice never cuts a cache line. A
+result may be laid out otherwise than the contributions: coarser codecs, and buckets that only results have.
 Node and coordinator build the table independently from the run file and compare digests at join.
 """
 
@@ -14,19 +15,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-Reduce = Literal["majority", "mean"]
+from protos.codecs import LINE_BYTES, LINE_ELEMENTS, CodecError, CodecSpec, round_up
 
-LINE_ELEMENTS = 512  # a majority bucket is padded to this many elements: 64 bytes of packed signs
-LINE_BYTES = 64
+__all__ = [
+    "LINE_BYTES",
+    "LINE_ELEMENTS",
+    "Bucket",
+    "BucketTable",
+    "BucketTableError",
+    "MeanRule",
+    "Member",
+    "Reduce",
+    "TableSchedule",
+]
 
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+Reduce = Literal["majority", "mean", "basis"]
 
 
 @dataclass(frozen=True)
 class Member:
-    """One tensor inside a bucket: its parameter name, shape, and first element within the bucket."""
+    """One tensor inside a bucket: its name, shape, and first element within the bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,13 +53,24 @@ class Member:
 class Bucket:
     """A unit of exchange.
 
-    ``reduce`` is ``"majority"`` (1 bit an element, LSB first, 1 = +1, pad bits 0) or ``"mean"``
-    (little-endian fp32, padding 0).
+    Attributes:
+        name: unique in the table.
+        reduce: ``"majority"`` (1 bit an element, LSB first, 1 = +1, pad bits 0), ``"mean"`` (of what
+            ``codec`` decodes, encoded again with ``result``), or ``"basis"`` (nothing comes in; the result is
+            an orthonormal fp32 basis of the mean of the bucket ``source``, see ``optim.lordo.basis``).
+        members: the tensors in it, back to back.
+        codec: of a contribution to a mean, see :mod:`protos.codecs`; of several members together as one
+            vector. Padding is 0.
+        result: codec of the mean; where it is lossy, the reducer carries what it lost into the next result.
+        source: of a basis: the name of a mean bucket of one matrix, earlier in the table.
     """
 
     name: str
     reduce: Reduce
     members: tuple[Member, ...]
+    codec: str = "fp32"
+    result: str = "fp32"
+    source: str = ""
 
     @cached_property
     def elements(self) -> int:
@@ -59,21 +78,47 @@ class Bucket:
         return sum(member.elements for member in self.members)
 
     @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in which the codec sees the bucket: that of the only member, or one vector."""
+        return self.members[0].shape if len(self.members) == 1 else (self.elements,)
+
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes in the payload, a multiple of 64."""
+        """Bytes in a contribution, a multiple of 64; 0 for a basis."""
         if self.reduce == "majority":
-            return _round_up(self.elements, LINE_ELEMENTS) // 8
-        return _round_up(self.elements * 4, LINE_BYTES)
+            return round_up(self.elements, LINE_ELEMENTS) // 8
+        if self.reduce == "basis":
+            return 0
+        return round_up(CodecSpec.parse(self.codec).nbytes(self.shape), LINE_BYTES)
+
+    @cached_property
+    def result_nbytes(self) -> int:
+        """Bytes in a result, a multiple of 64."""
+        if self.reduce == "majority":
+            return self.nbytes
+        if self.reduce == "basis":
+            return round_up(4 * self.elements, LINE_BYTES)
+        return round_up(CodecSpec.parse(self.result).nbytes(self.shape), LINE_BYTES)
 
     @classmethod
-    def of(cls, name: str, reduce: Reduce, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> Bucket:
-        """Lay ``tensors`` (name, shape) out back to back, in the given order."""
+    def of(
+        cls,
+        name: str,
+        reduce: Reduce,
+        tensors: Iterable[tuple[str, tuple[int, ...]]],
+        *,
+        codec: str = "fp32",
+        result: str | None = None,
+        source: str = "",
+    ) -> Bucket:
+        """Lay ``tensors`` (name, shape) out back to back, in the given order; ``result`` is ``codec`` unless
+        given."""
         members, start = [], 0
         for tensor, shape in tensors:
             member = Member(tensor, tuple(shape), start)
             members.append(member)
             start += member.elements
-        return cls(name, reduce, tuple(members))
+        return cls(name, reduce, tuple(members), codec, codec if result is None else result, source)
 
 
 class BucketTableError(ValueError):
@@ -81,20 +126,32 @@ class BucketTableError(ValueError):
 
 
 @dataclass(frozen=True)
+class MeanRule:
+    """How contributions to mean buckets are averaged, beyond their weights.
+
+    Attributes:
+        clip: a voter's bucket whose norm is above ``clip`` times the voters' median norm of it is scaled down
+            to that; 0 = off.
+        trim: this many of the largest and of the smallest values of each entry are left out of its mean; less
+            where there are not more than ``2 * trim`` voters. 0 = off.
+    """
+
+    clip: float = 0.0
+    trim: int = 0
+
+
+@dataclass(frozen=True)
 class BucketTable:
-    """All buckets of a run in payload order."""
+    """All buckets of a round in payload order."""
 
     buckets: tuple[Bucket, ...]
+    rule: MeanRule = MeanRule()
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
+        earlier: dict[str, Bucket] = {}
         for bucket in self.buckets:
-            if bucket.reduce not in ("majority", "mean"):
-                raise BucketTableError(
-                    f"bucket {bucket.name!r}: reduce must be majority or mean, not {bucket.reduce!r}"
-                )
-            if bucket.elements <= 0:
-                raise BucketTableError(f"bucket {bucket.name!r} holds no elements")
+            _check(bucket, earlier)
             start = 0
             for member in bucket.members:
                 if member.name in seen:
@@ -105,28 +162,35 @@ class BucketTable:
                     )
                 seen.add(member.name)
                 start += member.elements
+            earlier[bucket.name] = bucket
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of each bucket in the payload."""
-        offsets, offset = [], 0
-        for bucket in self.buckets:
-            offsets.append(offset)
-            offset += bucket.nbytes
-        return tuple(offsets)
+        """Byte offset of each bucket in a contribution."""
+        return _offsets([bucket.nbytes for bucket in self.buckets])
+
+    @cached_property
+    def result_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each bucket in a result."""
+        return _offsets([bucket.result_nbytes for bucket in self.buckets])
 
     @cached_property
     def nbytes(self) -> int:
-        """Payload bytes of one contribution, and of one result."""
+        """Payload bytes of one contribution."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @cached_property
+    def result_nbytes(self) -> int:
+        """Payload bytes of one result."""
+        return sum(bucket.result_nbytes for bucket in self.buckets)
+
+    @cached_property
     def elements(self) -> int:
-        """Parameters that travel, without padding."""
-        return sum(bucket.elements for bucket in self.buckets)
+        """Entries that are contributed, without padding."""
+        return sum(bucket.elements for bucket in self.buckets if bucket.reduce != "basis")
 
     def sections(self) -> tuple[tuple[Reduce, int, int], ...]:
-        """Maximal runs of buckets with one reduce: ``(reduce, first byte, end byte)``."""
+        """Maximal runs of buckets with one reduce: ``(reduce, first byte, end byte)`` of a contribution."""
         runs: list[tuple[Reduce, int, int]] = []
         for bucket, offset in zip(self.buckets, self.offsets, strict=True):
             if runs and runs[-1][0] == bucket.reduce:
@@ -138,25 +202,116 @@ class BucketTable:
     def to_json(self) -> str:
         """Canonical JSON: equal tables give equal bytes."""
         rows = [
-            [bucket.name, bucket.reduce, [[m.name, list(m.shape)] for m in bucket.members]]
+            [
+                bucket.name,
+                bucket.reduce,
+                [[m.name, list(m.shape)] for m in bucket.members],
+                bucket.codec,
+                bucket.result,
+                bucket.source,
+            ]
             for bucket in self.buckets
         ]
-        return json.dumps(rows, separators=(",", ":"))
+        return json.dumps([[self.rule.clip, self.rule.trim], rows], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> BucketTable:
         """Parse what :meth:`to_json` wrote; raises :class:`BucketTableError` on anything else."""
         try:
-            rows: list[Any] = json.loads(text)
-            buckets = tuple(
-                Bucket.of(str(name), reduce, [(str(t), tuple(int(s) for s in shape)) for t, shape in tensors])
-                for name, reduce, tensors in rows
-            )
+            (clip, trim), rows = json.loads(text)
+            buckets = tuple(_bucket(row) for row in rows)
+            rule = MeanRule(float(clip), int(trim))
         except (ValueError, TypeError) as error:
             raise BucketTableError(f"not a bucket table: {error}") from error
-        return cls(buckets)
+        return cls(buckets, rule)
 
     @cached_property
     def digest(self) -> str:
         """sha256 of the canonical JSON, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TableSchedule:
+    """Which table a round has: fragments of a model take turns, and some rounds carry more than others.
+
+    Attributes:
+        tables: the different tables.
+        cycle: round ``r`` has ``tables[cycle[r % len(cycle)]]``.
+    """
+
+    tables: tuple[BucketTable, ...]
+    cycle: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not self.cycle or set(self.cycle) != set(range(len(self.tables))):
+            raise BucketTableError(f"the cycle {self.cycle} does not use all of {len(self.tables)} tables")
+
+    def of(self, round_index: int) -> BucketTable:
+        """The table of a round."""
+        return self.tables[self.cycle[round_index % len(self.cycle)]]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the largest contribution."""
+        return max(table.nbytes for table in self.tables)
+
+    @cached_property
+    def result_nbytes(self) -> int:
+        """Bytes of the largest result."""
+        return max(table.result_nbytes for table in self.tables)
+
+    @cached_property
+    def mean_nbytes(self) -> tuple[float, float]:
+        """Bytes of a contribution and of a result, as a mean over the rounds."""
+        rounds = [self.tables[index] for index in self.cycle]
+        count = len(rounds)
+        return sum(table.nbytes for table in rounds) / count, sum(t.result_nbytes for t in rounds) / count
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all tables and the cycle, in hex."""
+        text = json.dumps([[table.digest for table in self.tables], list(self.cycle)], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _offsets(sizes: list[int]) -> tuple[int, ...]:
+    offsets, offset = [], 0
+    for size in sizes:
+        offsets.append(offset)
+        offset += size
+    return tuple(offsets)
+
+
+def _bucket(row: Any) -> Bucket:
+    name, reduce, tensors, codec, result, source = row
+    members = [(str(tensor), tuple(int(size) for size in shape)) for tensor, shape in tensors]
+    return Bucket.of(str(name), reduce, members, codec=str(codec), result=str(result), source=str(source))
+
+
+def _check(bucket: Bucket, earlier: dict[str, Bucket]) -> None:
+    """Raise :class:`BucketTableError` for a bucket that breaks a rule by itself or with those before it."""
+    where = f"bucket {bucket.name!r}"
+    if bucket.name in earlier:
+        raise BucketTableError(f"{where} is there twice")
+    if bucket.reduce not in ("majority", "mean", "basis"):
+        raise BucketTableError(f"{where}: reduce must be majority, mean or basis, not {bucket.reduce!r}")
+    if bucket.elements <= 0:
+        raise BucketTableError(f"{where} holds no elements")
+    try:
+        CodecSpec.parse(bucket.codec)
+        CodecSpec.parse(bucket.result)
+    except CodecError as error:
+        raise BucketTableError(f"{where}: {error}") from error
+    if bucket.reduce != "basis":
+        if bucket.source:
+            raise BucketTableError(f"{where}: only a basis has a source")
+        return
+    source = earlier.get(bucket.source)
+    if source is None or source.reduce != "mean" or len(source.shape) != 2:
+        raise BucketTableError(f"{where}: its source {bucket.source!r} is no earlier mean bucket of a matrix")
+    short = min(source.shape)
+    if len(bucket.shape) != 2 or bucket.shape[0] != short or not 1 <= bucket.shape[1] <= short:
+        raise BucketTableError(
+            f"{where}: a basis of {list(source.shape)} is [{short}, rank], not {list(bucket.shape)}"
+        )
