@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from protos.codecs import LINE_BYTES, LINE_ELEMENTS, CodecError, CodecSpec, round_up
+from protos.codecs import LINE_BYTES, LINE_ELEMENTS, CodecError, CodecSpec, matrix_shape, round_up
 
 __all__ = [
     "LINE_BYTES",
@@ -148,6 +148,10 @@ class BucketTable:
     rule: MeanRule = MeanRule()
 
     def __post_init__(self) -> None:
+        if not 0 <= self.rule.clip < float("inf") or self.rule.trim < 0:
+            raise BucketTableError(
+                f"clip {self.rule.clip} must be a number from 0 on, and trim {self.rule.trim} from 0 on"
+            )
         seen: set[str] = set()
         earlier: dict[str, Bucket] = {}
         for bucket in self.buckets:
@@ -221,7 +225,7 @@ class BucketTable:
             (clip, trim), rows = json.loads(text)
             buckets = tuple(_bucket(row) for row in rows)
             rule = MeanRule(float(clip), int(trim))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise BucketTableError(f"not a bucket table: {error}") from error
         return cls(buckets, rule)
 
@@ -296,7 +300,12 @@ def _check(bucket: Bucket, earlier: dict[str, Bucket]) -> None:
         raise BucketTableError(f"{where} is there twice")
     if bucket.reduce not in ("majority", "mean", "basis"):
         raise BucketTableError(f"{where}: reduce must be majority, mean or basis, not {bucket.reduce!r}")
-    if bucket.elements <= 0:
+    for member in bucket.members:
+        if any(size < 1 for size in member.shape):
+            raise BucketTableError(
+                f"{where}: {member.name!r} of shape {list(member.shape)} holds no elements"
+            )
+    if not bucket.members:
         raise BucketTableError(f"{where} holds no elements")
     try:
         CodecSpec.parse(bucket.codec)
@@ -308,9 +317,9 @@ def _check(bucket: Bucket, earlier: dict[str, Bucket]) -> None:
             raise BucketTableError(f"{where}: only a basis has a source")
         return
     source = earlier.get(bucket.source)
-    if source is None or source.reduce != "mean" or len(source.shape) != 2:
+    if source is None or source.reduce != "mean" or len(source.shape) < 2:
         raise BucketTableError(f"{where}: its source {bucket.source!r} is no earlier mean bucket of a matrix")
-    short = min(source.shape)
+    short = min(matrix_shape(source.shape))
     if len(bucket.shape) != 2 or bucket.shape[0] != short or not 1 <= bucket.shape[1] <= short:
         raise BucketTableError(
             f"{where}: a basis of {list(source.shape)} is [{short}, rank], not {list(bucket.shape)}"
