@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from coordinator.contribution import Contribution, check_header
-from coordinator.reducer import Bytes, Piece, Reduction, TallyFunction
+from coordinator.inspection import Inspection
+from coordinator.reducer import Reduction, padding_bits
 from coordinator.refusal import DUPLICATE, WRONG_ROUND, Refused
 from coordinator.result import Result
-from coordinator.rounds import Policy, RoundView, Seat, State, Verdict, casting_index, decide
+from coordinator.rounds import Policy, RoundView, Seat, State, Verdict, decide
 from coordinator.timer import Alarm, Timer
+from optim.aggregate import Aggregation, Bytes, ReducerMemory, TallyFunction, casting_voter
+from optim.pieces import Piece, cut
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
+from protos.wire import CHUNK_BYTES
 
 INLINE_BYTES: Final = 256 << 10  # of votes: less than a millisecond of work is done at once
 MAX_ALARM_DELAY: Final = 1.0  # seconds; more means that the process was stopped or starved
@@ -40,12 +44,13 @@ class Pool(Protocol):
 
 @dataclass
 class Member:
-    """One seat of the round."""
+    """One seat of the round; its means weigh ``weight`` for each of its ``samples``."""
 
     node: str
     weight: int
     row: Bytes
     state: State
+    samples: int = 1
     live: bool = True
     contribution: Contribution | None = None
     broken: int = 0
@@ -54,14 +59,29 @@ class Member:
 
 @dataclass(frozen=True)
 class Reducing:
-    """What rounds of one run share."""
+    """What the rounds with one bucket table share."""
 
     table: BucketTable
     pieces: Sequence[Piece]
+    inspection: Inspection
+    padding: int
+    memory: ReducerMemory
     tally: TallyFunction
     pool: Pool
-    padding: int = 0
-    sections: Sequence[tuple[str, int, int]] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        table: BucketTable,
+        *,
+        memory: ReducerMemory,
+        tally: TallyFunction,
+        pool: Pool,
+        piece_bytes: int = CHUNK_BYTES,
+    ) -> Reducing:
+        """Derive the rest from the table."""
+        pieces = cut(table, piece_bytes)
+        return cls(table, pieces, Inspection(table), padding_bits(table), memory, tally, pool)
 
 
 class ActiveRound:
@@ -137,7 +157,7 @@ class ActiveRound:
                 member.reason = header.reason[:256]
                 self._change(member, State.ABSTAINED)
             return None
-        member.contribution = Contribution(member.row, self._shared.sections, member.weight)
+        member.contribution = Contribution(member.row, self._shared.inspection)
         return member.contribution
 
     def delivered(self, node: str, contribution: Contribution) -> None:
@@ -253,6 +273,7 @@ class ActiveRound:
             self._commit(verdict, "", {})
         elif self._reduction is not None and self._reduction.done and not self._busy:
             shares = self._reduction.agreement(self._shared.padding)
+            self._reduction.commit()
             self._commit(verdict, self._reduction.digest(), dict(zip(verdict.voters, shares, strict=True)))
 
     def _commit(self, verdict: Verdict, digest: str, agreement: dict[str, float]) -> None:
@@ -260,8 +281,8 @@ class ActiveRound:
         self.result.commit(
             verdict.voters,
             [self.members[node].weight for node in verdict.voters],
-            casting=casting_index(self.round, verdict.voters),
-            nbytes=self._shared.table.nbytes if verdict.voters else 0,
+            casting=casting_voter(self.round, len(verdict.voters)),
+            nbytes=self._shared.table.result_nbytes if verdict.voters else 0,
             digest=digest,
             reason=verdict.reason,
             agreement=agreement,
@@ -301,10 +322,10 @@ class ActiveRound:
                 return
             delivered = min(delivered, contribution.received)
         reduction = self._reduction or self._begin_reduction()
-        work = reduction.reducible(delivered)
-        if not work:
+        cost = reduction.cost(delivered)
+        if not cost:
             return
-        if work * len(self._voters) <= INLINE_BYTES:
+        if cost * len(self._voters) <= INLINE_BYTES:
             try:
                 frames = reduction.advance(delivered)
             except Exception as error:
@@ -320,12 +341,19 @@ class ActiveRound:
 
     def _begin_reduction(self) -> Reduction:
         members = [self.members[node] for node in self._voters]
+        aggregation = Aggregation(
+            self._shared.table,
+            len(members),
+            round_index=self.round,
+            tally=self._shared.tally,
+            memory=self._shared.memory,
+            weights=[member.weight for member in members],
+            mean_weights=[member.weight * member.samples for member in members],
+        )
         self._reduction = Reduction(
             self._shared.pieces,
+            aggregation,
             [member.row for member in members],
-            [member.weight for member in members],
-            casting=casting_index(self.round, self._voters),
-            tally=self._shared.tally,
             attempt=self.result.attempt,
             phase=self.round,
         )
@@ -335,12 +363,13 @@ class ActiveRound:
         self._busy = False
         if self._closed:
             return
-        if error is not None:
+        current = reduction is self._reduction  # another attempt may have read rows that were written again
+        if error is not None and current:
             self.verdict = Verdict("fail", f"the reducer failed in round {self.round}: {error!r}")
             self._finish()
             self._on_close(self, self.verdict)
             return
-        if reduction is self._reduction:
+        if current:
             self.result.extend(frames or [])
         self._advance()
         self._settle()

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import xxhash
 from google.protobuf.message import DecodeError
 
-from coordinator.reducer import Bytes, all_finite
+from coordinator.inspection import Inspection
 from coordinator.refusal import (
     BAD_DIGEST,
     BAD_FRAME,
     BAD_WEIGHT,
-    NOT_FINITE,
     OUT_OF_ORDER,
     OVERSIZED,
     TRUNCATED,
     WRONG_TABLE,
     Refused,
 )
+from optim.aggregate import Bytes
 from protos.atoll_pb2 import ContributionEnd, ContributionHeader
 from protos.buckets import BucketTable
 from protos.wire import CHUNK, END, Frame
@@ -38,7 +36,7 @@ def check_header(header: ContributionHeader, table: BucketTable, weight: int) ->
     if header.table_digest != table.digest:
         raise Refused(
             WRONG_TABLE,
-            f"the contribution is laid out by table {header.table_digest[:128] or 'none'}, the run's is "
+            f"the contribution is laid out by table {header.table_digest[:128] or 'none'}, this round by "
             f"{table.digest}: join again with the coordinator's run file",
             "FAILED_PRECONDITION",
         )
@@ -59,13 +57,11 @@ class Contribution:
         complete: the last frame has come and everything was right.
     """
 
-    def __init__(self, row: Bytes, sections: Sequence[tuple[str, int, int]], weight: int) -> None:
-        self.weight = weight
+    def __init__(self, row: Bytes, inspection: Inspection) -> None:
         self.received = 0
         self.complete = False
         self._row = row
-        self._sections = sections
-        self._checked = 0
+        self._inspection = inspection
         self._hasher = xxhash.xxh3_128()
 
     def feed(self, frame: Frame) -> None:
@@ -94,15 +90,8 @@ class Contribution:
             raise Refused(OVERSIZED, f"a chunk ends at byte {end}, the contribution has {len(self._row)}")
         self._row[frame.offset : end] = np.frombuffer(frame.body, np.uint8)
         self._hasher.update(frame.body)
-        self.received = end
-        whole = end & ~3
-        if not all_finite(self._row, self._sections, self._checked, whole):
-            raise Refused(
-                NOT_FINITE,
-                f"values in bytes {self._checked} to {whole} are not finite: a node whose gradient is not "
-                "finite must abstain",
-            )
-        self._checked = whole
+        checked, self.received = self.received, end
+        self._inspection.check(self._row, checked, end)
 
     def _end(self, frame: Frame) -> None:
         if self.received != len(self._row):

@@ -17,7 +17,6 @@ from coordinator.exchange import Exchange
 from coordinator.intake import Intake
 from coordinator.nodes import Node, Outbox
 from coordinator.plan import RunPlan
-from coordinator.reducer import TallyFunction
 from coordinator.refusal import (
     BAD_MESSAGE,
     BAD_SESSION,
@@ -31,6 +30,7 @@ from coordinator.run import ENDED, Run
 from coordinator.status import status_of
 from coordinator.timer import Alarm, Timer
 from coordinator.transfers import Lane, Transfer, parse_state_header
+from optim.aggregate import TallyFunction
 from protos.atoll_pb2 import (
     GetRunReply,
     GetRunRequest,
@@ -39,7 +39,7 @@ from protos.atoll_pb2 import (
     NodeMessage,
     StatusReply,
 )
-from protos.buckets import BucketTable
+from protos.buckets import TableSchedule
 from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, FrameError, decode_frame
 
 MAX_NODES: Final = 4096
@@ -56,18 +56,18 @@ class Hub:
 
     Args:
         plan: the run.
-        table: layout of the payloads.
+        tables: layout of the payloads, round by round.
         timer: the only clock.
         pool: for CPU work.
         tally: the majority function, ``optim.bits.tally``.
     """
 
     def __init__(
-        self, plan: RunPlan, table: BucketTable, *, timer: Timer, pool: Pool, tally: TallyFunction
+        self, plan: RunPlan, tables: TableSchedule, *, timer: Timer, pool: Pool, tally: TallyFunction
     ) -> None:
         self.plan = plan
-        self.table = table
-        self.run = Run(plan, table, timer=timer, pool=pool, tally=tally)
+        self.tables = tables
+        self.run = Run(plan, tables, timer=timer, pool=pool, tally=tally)
         self._intake = Intake(self.run)
         self.bytes_in = 0  # messages of all calls, as they travel
         self.bytes_out = 0
@@ -95,7 +95,7 @@ class Hub:
             protocol=PROTOCOL,
             run_file=self.plan.run_file,
             run_digest=self.plan.run_digest,
-            table_digest=self.table.digest,
+            table_digest=self.tables.digest,
             data_digest=self._data_digest,
             round=self.run.round,
         )
@@ -108,7 +108,7 @@ class Hub:
         started = run.phase != "gathering" or run.round > 0
         facts = RunFacts(
             self.plan.run_digest,
-            self.table.digest,
+            self.tables.digest,
             self.plan.dtype,
             self._data_digest,
             self._state_digest,
@@ -218,7 +218,7 @@ class Hub:
             self.count(REPLACED)
             old.broke()
             old.close(Refused("", f"{node.node} has opened another exchange", "ABORTED"))
-        discards = 2 * (self.table.nbytes + MAX_MESSAGE_BYTES)  # frames around small chunks included
+        discards = 2 * (self.tables.nbytes + MAX_MESSAGE_BYTES)  # frames around small chunks included
         exchange = Exchange(node, self._intake, discards=discards)
         node.exchange = exchange
         return exchange

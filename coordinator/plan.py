@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coordinator.rounds import Policy
+from protos.methods import Basis, micro_steps
 
 if TYPE_CHECKING:
     from protos.runfile import RunFile
@@ -19,14 +20,15 @@ class RunPlan:
         name: for people.
         run_file: the effective run file (TOML) that nodes receive.
         run_digest: of the run file; nodes must hold the same.
-        method: name of the method, for people.
+        method: name of the method.
         rounds: how many to train.
         nodes: how many to wait for before round 0.
         evaluate_every: rounds between two validation losses; 0 = only after the last.
-        batch: sequences that each node reads a round.
+        batch: sequences that each node reads in a micro-step.
         policy: when a round closes.
         heartbeat: seconds between two heartbeats; three missed ones are a departure.
         stall: seconds after which a stream that makes no progress is closed.
+        local_steps, fragments, basis: of the method; they make the micro-steps of a round.
         dtype: of the shared parameters.
         data_digest: what nodes' data must be; empty = the first node's.
     """
@@ -42,21 +44,33 @@ class RunPlan:
     policy: Policy
     heartbeat: float = 5.0
     stall: float = 60.0
+    local_steps: int = 1
+    fragments: int = 1
+    basis: Basis = "global"
     dtype: str = "float32"
     data_digest: str = ""
+
+    def samples(self, round_index: int) -> int:
+        """Sequences that each node reads in a round."""
+        steps = micro_steps(self.method, self.local_steps, round_index, self.fragments, self.basis)
+        return self.batch * steps
 
     @classmethod
     def of(cls, run_file: RunFile, *, dtype: str = "float32") -> RunPlan:
         """Take it from a run file; ``dtype`` is that of the shared parameters."""
+        method = run_file.method
         return cls(
             name=run_file.run.name,
             run_file=run_file.to_toml(),
             run_digest=run_file.digest,
-            method=run_file.method.name,
+            method=method.name,
             rounds=run_file.run.rounds,
             nodes=run_file.run.nodes,
             evaluate_every=run_file.run.evaluate_every,
             batch=run_file.data.batch,
             policy=Policy(run_file.round.deadline, run_file.round.start_timeout, run_file.round.quorum),
+            local_steps=method.local_steps,
+            fragments=method.fragments,
+            basis=method.basis,
             dtype=dtype,
         )

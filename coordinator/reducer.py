@@ -1,43 +1,25 @@
 """The reducer: many contributions in, one result out, piece by piece as soon as every voter has delivered it.
 
-The majority is all integers, so it depends on neither order nor number of threads. The mean is added in
-float64 in slot order at this one place, so every node receives the same bytes.
+What is reduced, and how, is :mod:`optim.aggregate`'s; here are the order of the work, the frames and the
+agreement of the votes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from optim.mean import mean_into
+from optim.aggregate import Aggregation, Bytes
+from optim.pieces import Piece
 from protos.buckets import BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, encode_frame
-
-Bytes = NDArray[np.uint8]
 
 _ALIGN: Final = 64
 _BLOCK: Final = 64 << 10  # bytes that stay in a core's first cache levels
 _EXACT_BYTES: Final = 1 << 20  # up to here the agreement reads every vote, beyond it a rotating quarter
-
-
-class TallyFunction(Protocol):
-    """``optim.bits.tally``: the weighted majority of each bit; a tie takes the bit of ``votes[casting]``."""
-
-    def __call__(
-        self,
-        votes: Sequence[Bytes],
-        weights: Sequence[int] | None = None,
-        *,
-        casting: int,
-        out: Bytes | None = None,
-    ) -> Bytes:
-        """uint8 arrays of equal length, a multiple of 64."""
-        ...
 
 
 class Slab:
@@ -58,50 +40,15 @@ class Slab:
         return self._rows[:count]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A range of the payload with one reduce rule."""
-
-    rule: Literal["majority", "mean"]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One result message: a range of the payload, cut where the rule changes."""
-
-    start: int
-    end: int
-    parts: tuple[Part, ...]
-
-
-def cut(table: BucketTable, piece_bytes: int = CHUNK_BYTES) -> tuple[Piece, ...]:
-    """Cut a payload into pieces on a fixed grid of ``piece_bytes`` (a multiple of 64)."""
-    sections = table.sections()
-    pieces = []
-    for start in range(0, table.nbytes, piece_bytes):
-        end = min(start + piece_bytes, table.nbytes)
-        parts = tuple(
-            Part(rule, max(start, first), min(end, last))
-            for rule, first, last in sections
-            if first < end and last > start
-        )
-        pieces.append(Piece(start, end, parts))
-    return tuple(pieces)
-
-
 class Reduction:
     """The result of one voter set, produced front to back.
 
     Not thread-safe: one :meth:`advance` at a time, on any thread.
 
     Args:
-        pieces: of the payload, see :func:`cut`.
+        pieces: of the table, see :func:`optim.pieces.cut`.
+        aggregation: what reduces a part.
         rows: the voters' payloads in slot order.
-        weights: of the voters, 1 to 65535.
-        casting: index of the voter whose bit decides a tie.
-        tally: majority function.
         attempt: written into the frames.
         phase: rotates which quarter of a large payload the agreement reads (the round's number).
     """
@@ -109,20 +56,15 @@ class Reduction:
     def __init__(
         self,
         pieces: Sequence[Piece],
+        aggregation: Aggregation,
         rows: Sequence[Bytes],
-        weights: Sequence[int],
         *,
-        casting: int,
-        tally: TallyFunction,
         attempt: int = 0,
         phase: int = 0,
     ) -> None:
         self._pieces = pieces
+        self._aggregation = aggregation
         self._rows = list(rows)
-        self._weights = list(weights)
-        self._tally_weights = None if all(weight == 1 for weight in weights) else self._weights
-        self._casting = casting
-        self._tally = tally
         self._attempt = attempt
         self._phase = phase
         self._next = 0
@@ -139,37 +81,33 @@ class Reduction:
         """Whether the whole result exists."""
         return self._next == len(self._pieces)
 
-    def reducible(self, delivered: int) -> int:
-        """Bytes that :meth:`advance` would produce if every voter had delivered ``delivered`` bytes."""
-        last, produced = self._next, 0
-        while last < len(self._pieces) and self._pieces[last].end <= delivered:
-            produced += self._pieces[last].end - self._pieces[last].start
+    def cost(self, delivered: int) -> int:
+        """Of what :meth:`advance` would do for each voter if all had delivered ``delivered`` bytes; 0 if
+        nothing. In bytes of votes that take as long, see :attr:`optim.pieces.Part.cost`."""
+        last, cost = self._next, 0
+        while last < len(self._pieces) and self._pieces[last].needs <= delivered:
+            cost += self._pieces[last].cost
             last += 1
-        return produced
+        return cost
 
     def advance(self, delivered: int) -> list[bytes]:
-        """Reduce all pieces below ``delivered`` and return their CHUNK frames."""
+        """Reduce all pieces that need at most ``delivered`` bytes and return their CHUNK frames."""
         frames = []
-        while not self.done and self._pieces[self._next].end <= delivered:
+        while not self.done and self._pieces[self._next].needs <= delivered:
             piece = self._pieces[self._next]
             result = self._scratch[: piece.end - piece.start]
             for part in piece.parts:
-                self._reduce(part, result[part.start - piece.start : part.end - piece.start])
+                out = result[part.out_start - piece.start : part.out_end - piece.start]
+                rows = [row[part.start : part.end] for row in self._rows]
+                self._aggregation.reduce(part, rows, out)
+                if part.rule == "majority":
+                    self._compare(part.start, rows, out)
             self._hasher.update(result.data)
-            frames.append(encode_frame(CHUNK, result.data, attempt=self._attempt, offset=piece.start))
+            for start in range(0, len(result), CHUNK_BYTES):
+                body = result[start : start + CHUNK_BYTES].data
+                frames.append(encode_frame(CHUNK, body, attempt=self._attempt, offset=piece.start + start))
             self._next += 1
         return frames
-
-    def _reduce(self, part: Part, out: Bytes) -> None:
-        rows = [row[part.start : part.end] for row in self._rows]
-        if part.rule == "mean":
-            mean_into(rows, self._weights, out)
-            return
-        if len(rows) == 1:
-            out[:] = rows[0]
-        else:
-            self._tally(rows, self._tally_weights, casting=self._casting, out=out)
-        self._compare(part.start, rows, out)
 
     def _compare(self, start: int, rows: list[Bytes], result: Bytes) -> None:
         for first in range(0, len(result), _BLOCK):
@@ -180,6 +118,10 @@ class Reduction:
             for index, row in enumerate(rows):
                 differing = np.bitwise_count(row[first : first + _BLOCK].view(np.uint64) ^ block)
                 self._differing[index] += int(differing.sum())
+
+    def commit(self) -> None:
+        """The round is committed with this result."""
+        self._aggregation.commit()
 
     def digest(self) -> str:
         """xxh3_128 of what has been produced, in hex."""
@@ -198,13 +140,3 @@ class Reduction:
 def padding_bits(table: BucketTable) -> int:
     """Pad bits in the voted part of a payload."""
     return sum(bucket.nbytes * 8 - bucket.elements for bucket in table.buckets if bucket.reduce == "majority")
-
-
-def all_finite(row: Bytes, table_sections: Sequence[tuple[str, int, int]], start: int, end: int) -> bool:
-    """Whether the fp32 values of mean sections in ``row[start:end]`` are finite; bounds multiples of 4."""
-    for rule, first, last in table_sections:
-        if rule == "mean" and first < end and last > start:
-            values = row[max(start, first) : min(end, last)].view("<f4")
-            if not np.isfinite(values).all():
-                return False
-    return True

@@ -26,6 +26,7 @@ BAD_WEIGHT: Final = "bad-weight"
 WRONG_TABLE: Final = "wrong-table"
 WRONG_ROUND: Final = "wrong-round"
 NOT_FINITE: Final = "not-finite"
+BAD_CODE: Final = "bad-code"
 NOT_A_MEMBER: Final = "not-a-member"
 # Ignored: the sender gets the stored result instead.
 DUPLICATE: Final = "duplicate"

@@ -117,11 +117,6 @@ def decide(view: RoundView, policy: Policy) -> Verdict:
     return Verdict("commit", f"{_count(voters)}; {late}; {passed}", voters, pending)
 
 
-def casting_index(round_index: int, voters: Sequence[str]) -> int:
-    """Index into ``voters`` (slot order) of who decides ties by its bit: it rotates, so ties are unbiased."""
-    return round_index % len(voters) if voters else 0
-
-
 def worth_waiting(round_index: int, silent_at: int, streak: int) -> bool:
     """Whether a member that is behind no more is waited for again.
 

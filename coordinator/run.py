@@ -20,15 +20,16 @@ from coordinator.history import History
 from coordinator.leases import LeaseBook
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
-from coordinator.reducer import Slab, TallyFunction, cut, padding_bits
+from coordinator.reducer import Slab
 from coordinator.refusal import DIGEST_MISMATCH, STALLED, Refused
 from coordinator.registry import Registry
 from coordinator.result import ResultRing
 from coordinator.rounds import State, Verdict, evaluates, evaluator, worth_waiting
 from coordinator.syncing import Syncing
 from coordinator.timer import Alarm, Timer
+from optim.aggregate import ReducerMemory, TallyFunction
 from protos.atoll_pb2 import CoordinatorMessage, Report, RoundOpen, Stop
-from protos.buckets import BucketTable
+from protos.buckets import TableSchedule
 
 Phase = Literal["gathering", "syncing", "training", "done", "failed"]
 
@@ -43,16 +44,17 @@ class Run:
         phase, reason: what it is doing and why, in words.
         round: next to commit.
         registry: nodes and roster.
+        tables: what travels, round by round.
         counters: refused and ignored messages by kind.
         finished: set when the run has ended and every node has left.
         on_commit: called after each commit with seconds since the opening and since the first contribution.
     """
 
     def __init__(
-        self, plan: RunPlan, table: BucketTable, *, timer: Timer, pool: Pool, tally: TallyFunction
+        self, plan: RunPlan, tables: TableSchedule, *, timer: Timer, pool: Pool, tally: TallyFunction
     ) -> None:
         self.plan = plan
-        self.table = table
+        self.tables = tables
         self.phase: Phase = "gathering"
         self.reason = f"0 of {plan.nodes} nodes"
         self.round = 0
@@ -69,10 +71,11 @@ class Run:
         self.on_commit: Callable[[float, float], None] = lambda total, after_first: None
         self.now = timer.now
         self._timer = timer
-        self._slab = Slab(table.nbytes)
-        self._reducing = Reducing(
-            table, cut(table), tally, pool, padding=padding_bits(table), sections=table.sections()
-        )
+        self._slab = Slab(tables.nbytes)
+        memory = ReducerMemory()
+        self._reducing = {
+            table.digest: Reducing.of(table, memory=memory, tally=tally, pool=pool) for table in tables.tables
+        }
         self._alarm: Alarm | None = None  # of the gathering
         self._evaluator: str | None = None  # of the round in flight, or of the last one
 
@@ -187,14 +190,14 @@ class Run:
     def _open_round(self) -> None:
         self.phase = "training"
         self.reason = f"round {self.round} of {self.plan.rounds}"
-        plan, roster = self.plan, self.registry.roster
+        plan, roster, table = self.plan, self.registry.roster, self.tables.of(self.round)
         members = []
         for node_id, row in zip(roster.members, self._slab.rows(len(roster)), strict=True):
             node = self.registry.nodes[node_id]
             if node.position < self.round:
                 node.state = "lagging"
             state = State.LAGGING if node.state == "lagging" else State.EXPECTED
-            members.append(Member(node_id, node.weight, row, state))
+            members.append(Member(node_id, node.weight, row[: table.nbytes], state))
         self._evaluator = None
         if evaluates(self.round, plan.rounds, plan.evaluate_every):
             candidates = [member.node for member in members if member.state is State.EXPECTED]
@@ -204,7 +207,7 @@ class Run:
             roster.epoch,
             members,
             policy=plan.policy,
-            reducing=self._reducing,
+            reducing=self._reducing[table.digest],
             timer=self._timer,
             on_close=self._closed,
         )
@@ -224,8 +227,9 @@ class Run:
         if position < self.round:
             order.result_ready = True
         elif position == self.round and active is not None and node.node in active.members:
-            lease = self.leases.take(node.node, position, self.plan.batch)
+            lease = self.leases.take(node.node, position, self.plan.samples(position))
             order.lease_start, order.lease_count = lease.start, lease.count
+            active.members[node.node].samples = lease.count
             order.evaluate = node.node == self._evaluator
         else:
             return

@@ -23,7 +23,7 @@ from coordinator.timer import LoopTimer
 from optim.bits import tally
 from protos.address import Address
 from protos.allocator import keep_freed_memory
-from protos.buckets import BucketTable
+from protos.buckets import TableSchedule
 
 if TYPE_CHECKING:
     from protos.runfile import RunFile
@@ -53,7 +53,7 @@ class Started:
 
 def run_coordinator(
     run_file: RunFile,
-    table: BucketTable,
+    tables: TableSchedule,
     token: str,
     *,
     listen: Address | None = None,
@@ -70,7 +70,7 @@ def run_coordinator(
 
     Args:
         run_file: the run.
-        table: its bucket table.
+        tables: its bucket tables.
         token: what nodes must show.
         listen: where; the run file's ``[coordinator] listen`` by default.
         metrics_listen: where ``/metrics`` is served; ``None`` serves none.
@@ -85,7 +85,7 @@ def run_coordinator(
     keep_freed_memory()
     plan = RunPlan.of(run_file, dtype=dtype)
     where = listen or run_file.coordinator.address
-    main = _coordinate(plan, table, token, where, metrics_listen, on_started, stop_event, stay)
+    main = _coordinate(plan, tables, token, where, metrics_listen, on_started, stop_event, stay)
     try:
         import uvloop
     except ImportError:  # not on every platform; the standard loop does the same, a little slower
@@ -95,7 +95,7 @@ def run_coordinator(
 
 async def _coordinate(
     plan: RunPlan,
-    table: BucketTable,
+    tables: TableSchedule,
     token: str,
     listen: Address,
     metrics_listen: Address | None,
@@ -111,7 +111,7 @@ async def _coordinate(
             stopping.set_result(reason)
 
     pool = ThreadPool(loop)
-    hub = Hub(plan, table, timer=LoopTimer(loop), pool=pool, tally=tally)
+    hub = Hub(plan, tables, timer=LoopTimer(loop), pool=pool, tally=tally)
     metrics: MetricsServer | None = None
     try:
         pool.submit(_warm_up, lambda frames, error: None)

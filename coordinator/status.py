@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.nodes import Node
 from protos.atoll_pb2 import NodeStatus, StatusReply
+from protos.buckets import TableSchedule
 
 if TYPE_CHECKING:
     from coordinator.run import Run
@@ -40,9 +41,22 @@ def node_status(node: Node) -> NodeStatus:
     )
 
 
+def parameters_of(tables: TableSchedule) -> int:
+    """Model parameters that travel, each counted once, without an optimizer's state and the scales of
+    votes."""
+    sizes: dict[str, int] = {}
+    for table in tables.tables:
+        for bucket in table.buckets:
+            if bucket.name != "[scales]":
+                for member in bucket.members:
+                    sizes[member.name] = max(sizes.get(member.name, 0), member.elements)
+    return sum(size for name, size in sizes.items() if not name.startswith("optimizer/"))
+
+
 def status_of(run: Run, now: float, bytes_in: int, bytes_out: int) -> StatusReply:
     """The whole status; nodes that have left come last, in the state ``"left"``."""
-    plan = run.plan
+    plan, tables = run.plan, run.tables
+    up, down = tables.mean_nbytes
     return StatusReply(
         run=plan.name,
         run_digest=plan.run_digest,
@@ -52,8 +66,9 @@ def status_of(run: Run, now: float, bytes_in: int, bytes_out: int) -> StatusRepl
         round=run.round,
         rounds=plan.rounds,
         epoch=run.registry.roster.epoch,
-        parameters=run.table.elements,
-        payload_bytes=run.table.nbytes,
+        parameters=parameters_of(tables),
+        payload_bytes=round(up),
+        result_bytes=round(down),
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         agreement=run.history.agreement,

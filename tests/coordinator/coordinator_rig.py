@@ -16,9 +16,10 @@ from coordinator.hub import Hub
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
 from coordinator.rounds import Policy
+from optim.codecs import codec_of
 from protos import atoll_pb2 as pb
 from protos import wire
-from protos.buckets import Bucket, BucketTable
+from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 
 DEADLINE = 30.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
 T = TypeVar("T")
@@ -129,6 +130,25 @@ def mixed_table() -> BucketTable:
     )
 
 
+def schedule(*tables: BucketTable) -> TableSchedule:
+    """Rounds that take ``tables`` in turn."""
+    return TableSchedule(tables, tuple(range(len(tables))))
+
+
+def coded_table(codec: str = "int4", rule: MeanRule | None = None) -> BucketTable:
+    """Votes, an encoded mean, an exact mean with the basis of it, and an exact mean."""
+    return BucketTable(
+        (
+            Bucket.of("a", "majority", [("a", (20, 25))]),
+            Bucket.of("b", "mean", [("b", (12, 30))], codec=codec),
+            Bucket.of("m", "mean", [("m", (16, 24))]),
+            Bucket.of("m/basis", "basis", [("optimizer/m/basis", (16, 3))], source="m"),
+            Bucket.of("c", "mean", [("c", (17,)), ("d", (4,))]),
+        ),
+        rule or MeanRule(),
+    )
+
+
 def make_plan(**changes: Any) -> RunPlan:
     values: dict[str, Any] = {
         "name": "test",
@@ -144,12 +164,13 @@ def make_plan(**changes: Any) -> RunPlan:
     return RunPlan(**{**values, **changes})
 
 
-def join_request(table: BucketTable, **changes: Any) -> pb.JoinRequest:
+def join_request(table: BucketTable | TableSchedule, **changes: Any) -> pb.JoinRequest:
+    tables = schedule(table) if isinstance(table, BucketTable) else table
     values: dict[str, Any] = {
         "protocol": wire.PROTOCOL,
         "name": "host",
         "run_digest": "run-digest",
-        "table_digest": table.digest,
+        "table_digest": tables.digest,
         "data_digest": "data",
         "dtype": "float32",
         "state_digest": "s0",
@@ -213,7 +234,7 @@ class Download:
             self.commit = pb.Commit.FromString(bytes(frame.body))
             assert self.commit.nbytes == self.received
             if self.received:
-                assert self.commit.payload_digest == wire.payload_digest(self.payload)
+                assert self.commit.payload_digest == wire.payload_digest(self.payload[: self.received])
 
 
 class FakeNode:
@@ -222,7 +243,7 @@ class FakeNode:
     def __init__(self, hub: Hub, **changes: Any) -> None:
         self.hub = hub
         self.weight = changes.get("weight", 1)
-        self.reply = hub.join(join_request(hub.table, **changes), "ipv4:127.0.0.1:1")
+        self.reply = hub.join(join_request(hub.tables, **changes), "ipv4:127.0.0.1:1")
         self.node: Node = hub.node_of(self.reply.session)
         self.outbox = hub.open_session(self.node)
         self.id = self.node.node
@@ -243,7 +264,8 @@ class FakeNode:
 
     def send(self, order: pb.RoundOpen, payload: bytes, **changes: Any) -> Exchange:
         """Deliver a whole contribution."""
-        frames = contribution_frames(order, self.hub.table, payload, **{"weight": self.weight, **changes})
+        table = self.hub.tables.of(order.round)
+        frames = contribution_frames(order, table, payload, **{"weight": self.weight, **changes})
         return self.feed(*frames)
 
     def abstain(self, order: pb.RoundOpen, reason: str = "loss is nan") -> Exchange:
@@ -256,7 +278,7 @@ class FakeNode:
         return exchange
 
     async def receive(self, exchange: Exchange) -> Download:
-        download = Download(self.hub.table.nbytes)
+        download = Download(self.hub.tables.result_nbytes)
         while (frame := await soon(exchange.next_frame())) is not None:
             download.add(frame)
         exchange.broke()
@@ -287,12 +309,16 @@ class FakeNode:
 
 
 def random_payload(seed: int, table: BucketTable) -> bytes:
-    """Votes and finite fp32 values."""
+    """Votes, and encodings of finite values."""
     rng = np.random.default_rng(seed)
     payload = rng.integers(0, 256, table.nbytes, dtype=np.uint8)
-    for rule, start, end in table.sections():
-        if rule == "mean":
-            payload[start:end] = rng.standard_normal((end - start) // 4).astype("<f4").view(np.uint8)
+    for bucket, start in zip(table.buckets, table.offsets, strict=True):
+        if bucket.reduce != "mean":
+            continue
+        part = payload[start : start + bucket.nbytes]
+        codec = codec_of(bucket.codec, bucket.shape)
+        part[codec.nbytes :] = 0
+        codec.encode(rng.standard_normal(bucket.shape).astype(np.float32), part[: codec.nbytes])
     return payload.tobytes()
 
 

@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound, Member, Pool, Reducing
 from coordinator.contribution import Contribution
-from coordinator.reducer import Slab, cut, padding_bits
+from coordinator.reducer import Slab
 from coordinator.refusal import Refused
-from coordinator.rounds import Policy, State, Verdict, casting_index
+from coordinator.rounds import Policy, State, Verdict
+from optim.aggregate import ReducerMemory, casting_voter
 from optim.bits import tally
+from optim.reduce import reduce_payloads
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
 from protos.wire import CHUNK, decode_frame, encode_frame
@@ -23,6 +26,7 @@ from tests.coordinator.coordinator_rig import (
     HeldPool,
     InlinePool,
     VirtualTimer,
+    coded_table,
     end_frame,
     mixed_table,
     random_payload,
@@ -45,6 +49,7 @@ class Case:
         piece: int = 64,
         round_index: int = 5,
         tally: Any = tally,
+        memory: ReducerMemory | None = None,
     ) -> None:
         self.table = table or voted_table(8)
         self.timer = VirtualTimer()
@@ -59,13 +64,12 @@ class Case:
                 for i, row in enumerate(rows)
             ],
             policy=POLICY,
-            reducing=Reducing(
+            reducing=Reducing.of(
                 self.table,
-                cut(self.table, piece),
-                tally,
-                pool or InlinePool(),
-                padding_bits(self.table),
-                self.table.sections(),
+                memory=memory or ReducerMemory(),
+                tally=tally,
+                pool=pool or InlinePool(),
+                piece_bytes=piece,
             ),
             timer=self.timer,
             on_close=lambda active, verdict: self.closed.append(verdict),
@@ -104,7 +108,7 @@ class Case:
 
     def expected(self, *voters: int, payloads: Sequence[bytes] | None = None) -> bytes:
         votes = [np.frombuffer((payloads or self.payloads)[i], np.uint8) for i in voters]
-        return slow_tally(votes, casting=casting_index(self.round.round, [str(v) for v in voters])).tobytes()
+        return slow_tally(votes, casting=casting_voter(self.round.round, len(voters))).tobytes()
 
 
 @settings(max_examples=24)
@@ -417,3 +421,104 @@ def test_mixed_buckets() -> None:
     assert case.result()[:64] == case.expected(0, 1, 2)[:64]
     means = [np.frombuffer(p[64 : 64 + 68], "<f4").astype(np.float64) for p in case.payloads]
     assert case.result()[64 : 64 + 68] == ((means[0] + means[1] + means[2]) / 3).astype("<f4").tobytes()
+
+
+def reduced(case: Case, *voters: int, memory: ReducerMemory | None = None) -> bytes:
+    """What the reducer of a simulation makes of the voters' payloads."""
+    result = reduce_payloads(
+        case.table,
+        [torch.frombuffer(bytearray(case.payloads[i]), dtype=torch.uint8) for i in voters],
+        round_index=case.round.round,
+        mean_weights=[case.round.members[f"n{i}"].samples for i in voters],
+        memory=memory,
+    )
+    assert result is not None
+    return result.numpy().tobytes()
+
+
+def contents(memory: ReducerMemory) -> dict[str, bytes]:
+    return {key: array.tobytes() for key, array in memory.arrays().items()}
+
+
+@pytest.mark.parametrize("pool", [InlinePool(), HeldPool()])
+def test_encoded_buckets_and_bases(pool: Any) -> None:
+    case = Case(3, table=coded_table(), pool=pool, memory=ReducerMemory())
+    for i, samples in enumerate((32, 16, 8)):
+        case.round.members[f"n{i}"].samples = samples
+    case.deliver(1, 0, 2)
+    if isinstance(pool, HeldPool):
+        assert pool.jobs  # a basis is never found on the event loop
+        pool.run()
+    assert case.closed[0].voters == ("n0", "n1", "n2")
+    assert case.result() == reduced(case, 0, 1, 2)
+    assert len(case.result()) == case.table.result_nbytes
+
+
+def test_the_memory_moves_on_with_the_commit_only() -> None:
+    """A member is lost after its bucket was reduced and sent: the attempt without it starts from the same
+    memory."""
+    memory, expected = ReducerMemory(), ReducerMemory()
+    table = coded_table()
+    for _ in range(2):
+        case = Case(3, table=table, memory=memory)
+        before = contents(memory)
+        uploads = [case.begin(i) for i in range(3)]
+        for i, upload in enumerate(uploads):
+            case.upload(i, upload, table.offsets[4])
+        assert case.round.result.frames
+        assert contents(memory) == before
+        case.round.lost("n1", uploads[1])
+        case.round.departed("n1")
+        case.finish(0, uploads[0])
+        assert contents(memory) == before
+        case.finish(2, uploads[2])
+        assert case.round.result.attempt == 1
+        assert case.result() == reduced(case, 0, 2, memory=expected)
+        assert contents(memory) == contents(expected) != before
+
+
+def test_a_round_without_contributions_leaves_the_memory_alone() -> None:
+    memory = ReducerMemory()
+    Case(2, table=coded_table(), memory=memory).deliver(0, 1)
+    before = contents(memory)
+    case = Case(2, table=coded_table(), memory=memory)
+    case.abstain(0)
+    case.abstain(1)
+    assert case.round.result.committed
+    assert contents(memory) == before
+
+
+def test_an_error_of_a_void_attempt_does_not_end_the_round() -> None:
+    """Its rows may have been written to again while it read them."""
+    calls = []
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("garbage")
+        return tally(*args, **kwargs)
+
+    class Failing(HeldPool):
+        def run(self) -> None:
+            while self.jobs:
+                work, done = self.jobs.pop(0)
+                try:
+                    frames = work()
+                except ValueError as error:
+                    done(None, error)
+                else:
+                    done(frames, None)
+
+    pool = Failing()
+    case = Case(3, table=big(), pool=pool, piece=BIG_PIECE, tally=fails_once)
+    uploads = [case.begin(i) for i in range(3)]
+    for i, upload in enumerate(uploads):
+        case.upload(i, upload, BIG_PIECE)
+    case.round.lost("n2", uploads[2])
+    case.round.departed("n2")
+    pool.run()
+    for i in (0, 1):
+        case.finish(i, uploads[i])
+    pool.run()
+    assert case.closed[0].voters == ("n0", "n1")
+    assert case.result() == case.expected(0, 1)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from coordinator.admission import RunFacts, refusal
-from tests.coordinator.coordinator_rig import join_request, voted_table
+from tests.coordinator.coordinator_rig import join_request, schedule, voted_table
 
-TABLE = voted_table()
+TABLE = schedule(voted_table())
 
 
 def facts(**changes: Any) -> RunFacts:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.contribution import Contribution, check_header, parse_header
+from coordinator.inspection import Inspection
 from coordinator.refusal import Refused
 from protos.atoll_pb2 import ContributionHeader
 from protos.wire import CHUNK, COMMIT, END, HEADER, RESTART, Frame, decode_frame, encode_frame
@@ -23,7 +24,7 @@ N = TABLE.nbytes
 
 def begun() -> tuple[Contribution, np.ndarray]:
     row = np.zeros(N, np.uint8)
-    return Contribution(row, TABLE.sections(), 1), row
+    return Contribution(row, Inspection(TABLE)), row
 
 
 def chunk(start: int, body: bytes) -> Frame:

@@ -28,6 +28,7 @@ from tests.coordinator.coordinator_rig import (
     join_request,
     make_plan,
     random_payload,
+    schedule,
     slow_tally,
     soon,
     voted_table,
@@ -43,7 +44,11 @@ class Site:
         self.timer = VirtualTimer()
         self.table = table or voted_table()
         self.hub = Hub(
-            make_plan(nodes=nodes, **plan), self.table, timer=self.timer, pool=InlinePool(), tally=tally
+            make_plan(nodes=nodes, **plan),
+            schedule(self.table),
+            timer=self.timer,
+            pool=InlinePool(),
+            tally=tally,
         )
         self.run = self.hub.run
         self.nodes = [FakeNode(self.hub) for _ in range(nodes if present is None else present)]
@@ -137,7 +142,7 @@ async def test_get_run() -> None:
     assert (reply.run_file, reply.run_digest, reply.table_digest) == (
         "[run]\n",
         "run-digest",
-        site.table.digest,
+        schedule(site.table).digest,
     )
     with pytest.raises(Refused, match="protocol 7, the coordinator protocol 1"):
         site.hub.get_run(pb.GetRunRequest(protocol=7))
@@ -334,14 +339,14 @@ async def test_what_comes_after_the_commit_leaves_the_next_round_alone() -> None
     site = Site(nodes=3)
     nodes = site.nodes
     orders = await site.opened()
-    payload = random_payload(7, site.hub.table)
-    frames = contribution_frames(orders[2], site.hub.table, payload, chunk=64)
+    payload = random_payload(7, site.table)
+    frames = contribution_frames(orders[2], site.table, payload, chunk=64)
     late = nodes[2].feed(*frames[:2])
     active = site.hub.run.active
     assert active is not None
     row = active.members[nodes[2].id].row
     for node, order in zip(nodes[:2], orders, strict=False):
-        node.send(order, random_payload(1, site.hub.table))
+        node.send(order, random_payload(1, site.table))
     site.idle(11.0)
     assert site.hub.run.round == 1
     row[:] = 0xA5  # somebody else's contribution to round 1

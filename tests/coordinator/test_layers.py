@@ -10,7 +10,17 @@ import pytest
 import coordinator
 
 MODULES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
-PURE = ("rounds", "roster", "leases", "reducer", "digests", "admission", "contribution", "refusal")
+PURE = (
+    "rounds",
+    "roster",
+    "leases",
+    "reducer",
+    "digests",
+    "admission",
+    "contribution",
+    "inspection",
+    "refusal",
+)
 
 
 def imports(path: Path) -> set[str]:

@@ -19,6 +19,7 @@ from tests.coordinator.coordinator_rig import (
     VirtualTimer,
     make_plan,
     random_payload,
+    schedule,
     voted_table,
 )
 
@@ -37,7 +38,7 @@ def scrape(address: Address) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
 
 async def test_a_run_in_figures() -> None:
     timer, table = VirtualTimer(), voted_table()
-    hub = Hub(make_plan(nodes=2, rounds=3), table, timer=timer, pool=InlinePool(), tally=tally)
+    hub = Hub(make_plan(nodes=2, rounds=3), schedule(table), timer=timer, pool=InlinePool(), tally=tally)
     metrics = MetricsServer(Metrics(hub), LOOPBACK)
     try:
         before = scrape(metrics.address)
@@ -84,7 +85,7 @@ async def test_a_run_in_figures() -> None:
 
 async def test_nothing_enters_the_global_registry_and_the_port_is_freed() -> None:
     before = {family.name for family in REGISTRY.collect()}
-    hub = Hub(make_plan(), voted_table(), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
+    hub = Hub(make_plan(), schedule(voted_table()), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
     server = MetricsServer(Metrics(hub), LOOPBACK)
     assert server.address.port
     assert {family.name for family in REGISTRY.collect()} == before
@@ -94,7 +95,7 @@ async def test_nothing_enters_the_global_registry_and_the_port_is_freed() -> Non
 
 
 async def test_a_busy_port_is_named() -> None:
-    hub = Hub(make_plan(), voted_table(), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
+    hub = Hub(make_plan(), schedule(voted_table()), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
     server = MetricsServer(Metrics(hub), LOOPBACK)
     try:
         with pytest.raises(MetricsError, match=f"{server.address}: the port is in use; choose another"):

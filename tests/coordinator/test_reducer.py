@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.reducer import Reduction, Slab, all_finite, cut, padding_bits
+from coordinator.reducer import Reduction, Slab, padding_bits
+from optim.aggregate import Aggregation, ReducerMemory, casting_voter
 from optim.bits import tally
 from optim.mean import mean_into
+from optim.pieces import cut
 from protos.buckets import Bucket, BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, decode_frame, payload_digest
 from tests.coordinator.coordinator_rig import mixed_table, random_payload, slow_tally, voted_table
@@ -38,18 +40,39 @@ def reference(table: BucketTable, payloads: Sequence[bytes], weights: Sequence[i
     return bytes(result)
 
 
+def reducing(
+    table: BucketTable,
+    payloads: Sequence[bytes],
+    weights: Sequence[int] | None = None,
+    *,
+    casting: int = 0,
+    piece: int = CHUNK_BYTES,
+    **others: Any,
+) -> Reduction:
+    """Of a round in which voter ``casting`` breaks ties."""
+    aggregation = Aggregation(
+        table,
+        len(payloads),
+        round_index=casting,
+        tally=tally,
+        memory=ReducerMemory(),
+        weights=weights,
+    )
+    assert casting_voter(casting, len(payloads)) == casting
+    return Reduction(cut(table, piece), aggregation, rows(payloads), **others)
+
+
 def run(reduction: Reduction, steps: Sequence[int], nbytes: int, attempt: int = 0) -> bytes:
     """Advance step by step; check the frames and put them together."""
     result = b""
     for delivered in [*sorted(steps), nbytes]:
-        expected = reduction.reducible(delivered)
+        cost = reduction.cost(delivered)
         frames = reduction.advance(delivered)
-        assert sum(len(decode_frame(frame).body) for frame in frames) == expected
+        assert bool(frames) == bool(cost)
         for message in frames:
             frame = decode_frame(message)
             assert (frame.kind, frame.attempt, frame.offset) == (CHUNK, attempt, len(result))
             result += bytes(frame.body)
-        assert len(result) <= delivered
     assert reduction.done
     assert reduction.digest() == payload_digest(result)
     return result
@@ -85,8 +108,7 @@ def test_equals_the_reference(
     payloads = [random_payload(seed + i, table) for i in range(len(weights))]
     casting = data.draw(st.integers(0, len(weights) - 1))
     steps = data.draw(st.lists(st.integers(0, table.nbytes), max_size=6))
-    pieces = cut(table, lines * 64)
-    fast = Reduction(pieces, rows(payloads), weights, casting=casting, tally=tally)
+    fast = reducing(table, payloads, weights, casting=casting, piece=lines * 64)
     assert run(fast, steps, table.nbytes) == reference(table, payloads, weights, casting)
 
 
@@ -95,14 +117,14 @@ def test_ties_take_the_casting_vote(members: int) -> None:
     table = voted_table()
     payloads = [random_payload(i, table) for i in range(members)]
     for casting in range(members):
-        reduction = Reduction(cut(table), rows(payloads), [1] * members, casting=casting, tally=tally)
+        reduction = reducing(table, payloads, casting=casting)
         assert run(reduction, [], table.nbytes) == reference(table, payloads, [1] * members, casting)
 
 
 def test_a_single_voter_is_the_result() -> None:
     table = mixed_table()
     payload = random_payload(3, table)
-    reduction = Reduction(cut(table), rows([payload]), [7], casting=0, tally=tally, attempt=5)
+    reduction = reducing(table, [payload], [7], attempt=5)
     assert run(reduction, [], table.nbytes, attempt=5) == payload
     assert reduction.agreement() == [1.0]
 
@@ -146,8 +168,7 @@ def test_agreement_is_the_share_of_equal_bits() -> None:
         clean[192 + 137] &= 0x0F
         clean[192 + 138 :] = bytes(192 - 138)
         payloads[i] = bytes(clean)
-    weights = [1, 1, 1, 1]
-    reduction = Reduction(cut(table, 128), rows(payloads), weights, casting=2, tally=tally)
+    reduction = reducing(table, payloads, casting=2, piece=128)
     result = run(reduction, [100], table.nbytes)
     for payload, share in zip(payloads, reduction.agreement(padding_bits(table)), strict=True):
         bits = [
@@ -161,7 +182,7 @@ def test_agreement_is_the_share_of_equal_bits() -> None:
 
 def test_agreement_of_a_mean_is_nothing() -> None:
     table = BucketTable((Bucket.of("b", "mean", [("b", (5,))]),))
-    reduction = Reduction(cut(table), rows([random_payload(0, table)] * 2), [1, 1], casting=0, tally=tally)
+    reduction = reducing(table, [random_payload(0, table)] * 2)
     run(reduction, [], table.nbytes)
     assert all(np.isnan(reduction.agreement()))
 
@@ -174,25 +195,30 @@ def test_agreement_of_large_payloads_is_sampled_fairly() -> None:
     liar[: table.nbytes // 8] = 0xFF
     shares = []
     for phase in range(4):
-        reduction = Reduction(
-            cut(table), [honest, honest.copy(), liar], [1, 1, 1], casting=0, tally=tally, phase=phase
-        )
+        reduction = reducing(table, [honest.tobytes(), honest.tobytes(), liar.tobytes()], phase=phase)
         reduction.advance(table.nbytes)
         assert reduction.agreement()[:2] == [1.0, 1.0]
         shares.append(reduction.agreement()[2])
     assert sum(shares) / 4 == pytest.approx(1 - 1 / 8)
 
 
-def test_pieces_cover_the_payload() -> None:
-    table = mixed_table()
-    for size in (64, 128, 192, 1 << 20):
-        pieces = cut(table, size)
-        assert [p.start for p in pieces] == list(range(0, table.nbytes, size))
-        parts = [part for piece in pieces for part in piece.parts]
-        assert parts[0].start == 0 and parts[-1].end == table.nbytes
-        assert all(a.end == b.start for a, b in itertools.pairwise(parts))
-        assert all(part.start >= p.start and part.end <= p.end for p in pieces for part in p.parts)
-    assert max(p.end - p.start for p in cut(voted_table(40000))) == CHUNK_BYTES
+def test_a_whole_bucket_is_sent_in_chunks() -> None:
+    """Larger than a message: its bytes wait for all of it, and leave one chunk behind the other."""
+    table = BucketTable(
+        (
+            Bucket.of("v", "majority", [("v", (512,))]),
+            Bucket.of("w", "mean", [("w", (3 << 19,))], codec="int8"),
+        )
+    )
+    payloads = [random_payload(i, table) for i in range(2)]
+    reduction = reducing(table, payloads)
+    assert reduction.advance(table.nbytes - 64)[0][16:] == payloads[0][:64]
+    frames = [decode_frame(frame) for frame in reduction.advance(table.nbytes)]
+    assert [(frame.offset, len(frame.body)) for frame in frames] == [
+        (64, CHUNK_BYTES),
+        (64 + CHUNK_BYTES, table.nbytes - 64 - CHUNK_BYTES),
+    ]
+    assert reduction.done
 
 
 def test_the_slab_keeps_its_memory() -> None:
@@ -204,16 +230,3 @@ def test_the_slab_keeps_its_memory() -> None:
     assert [row.ctypes.data for row in slab.rows(2)] == addresses[:2]
     grown = slab.rows(5)
     assert len({row.ctypes.data for row in grown}) == 5
-
-
-def test_finiteness_is_checked_in_mean_sections_only() -> None:
-    table = mixed_table()
-    row = np.zeros(table.nbytes, np.uint8)
-    row[:64] = 0xFF  # votes may hold any bits, also those of a NaN
-    assert all_finite(row, table.sections(), 0, table.nbytes)
-    for bad in (np.nan, np.inf, -np.inf):
-        row[64 + 12 : 64 + 16] = np.array([bad], "<f4").view(np.uint8)
-        assert not all_finite(row, table.sections(), 0, table.nbytes)
-        assert all_finite(row, table.sections(), 0, 76)
-        assert all_finite(row, table.sections(), 80, table.nbytes)
-        assert not all_finite(row, table.sections(), 76, 80)

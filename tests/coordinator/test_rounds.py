@@ -13,7 +13,6 @@ from coordinator.rounds import (
     RoundView,
     Seat,
     State,
-    casting_index,
     decide,
     evaluates,
     evaluator,
@@ -203,12 +202,6 @@ def test_every_round_closes(
     # Whatever happens, the second limit is the last.
     final = decide(RoundView(3, seats, 0.0, first_at, 60.0 + 10.0 + 60.0), policy)
     assert final.action != "wait"
-
-
-def test_the_casting_vote_rotates() -> None:
-    voters = ["a", "b", "c"]
-    assert [casting_index(r, voters) for r in range(4)] == [0, 1, 2, 0]
-    assert casting_index(5, []) == 0
 
 
 def test_who_is_worth_waiting_for_again() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 import pytest
+import torch
 from google.protobuf.message import Message
 
 from coordinator.hub import Hub
@@ -18,10 +19,12 @@ from coordinator.pool import ThreadPool
 from coordinator.rounds import Policy
 from coordinator.server import DRAIN_SECONDS, ListenError, Server, serve
 from coordinator.timer import LoopTimer
+from optim.aggregate import ReducerMemory
 from optim.bits import tally
+from optim.reduce import reduce_payloads
 from protos import atoll_pb2 as pb
 from protos import wire
-from protos.buckets import BucketTable
+from protos.buckets import Bucket, BucketTable
 from protos.grpc_options import CHANNEL_OPTIONS
 from tests.coordinator.coordinator_rig import (
     Download,
@@ -31,6 +34,7 @@ from tests.coordinator.coordinator_rig import (
     join_request,
     make_plan,
     random_payload,
+    schedule,
     slow_tally,
     soon,
     voted_table,
@@ -102,7 +106,7 @@ class Client:
             self.sent += len(frame)
 
     async def read(self, call: Any) -> Download:
-        download = Download(self.site.table.nbytes)
+        download = Download(self.site.table.result_nbytes)
         while isinstance(message := await soon(call.read()), bytes):
             self.received += len(message)
             download.add(message)
@@ -167,7 +171,7 @@ async def site(
     made = Site()
     made.table = table or voted_table()
     pool = ThreadPool()
-    made.hub = Hub(make_plan(**plan), made.table, timer=LoopTimer(), pool=pool, tally=tally)
+    made.hub = Hub(make_plan(**plan), schedule(made.table), timer=LoopTimer(), pool=pool, tally=tally)
     made.server = await serve(made.hub, listen, TOKEN, drain=drain)
     try:
         yield made
@@ -225,14 +229,50 @@ async def test_a_run(nodes: int, table: BucketTable) -> None:
         assert sum(node.bytes_up for node in status.nodes) > 3 * nodes * table.nbytes
 
 
+async def test_a_run_of_encoded_means_and_a_basis() -> None:
+    """Buckets larger than a message, reduced on the pool's thread; results smaller than contributions."""
+    table = BucketTable(
+        (
+            Bucket.of("votes", "majority", [("votes", (700, 900))]),
+            Bucket.of("w", "mean", [("w", (1200, 1000))], codec="int8", result="int4"),
+            Bucket.of("w/basis", "basis", [("optimizer/w/basis", (1000, 4))], source="w"),
+            Bucket.of("[vectors]", "mean", [("v", (333,))]),
+        )
+    )
+    memory = ReducerMemory()
+    async with site(table, nodes=3, rounds=3) as here:
+        clients = await here.clients(3)
+        for index in range(3):
+            downloads = await here.play(clients, seed=10 * index)
+            payloads = [
+                torch.frombuffer(bytearray(random_payload(10 * index + i, table)), dtype=torch.uint8)
+                for i in range(3)
+            ]
+            expected = reduce_payloads(table, payloads, round_index=index, memory=memory)
+            assert expected is not None
+            for download in downloads:
+                assert bytes(download.payload) == expected.numpy().tobytes()
+        for client in clients:
+            order = await client.order()
+            assert order is not None and order.stop.done
+            await client.leave()
+        status = here.hub.status()
+        assert (status.payload_bytes, status.result_bytes) == (table.nbytes, table.result_nbytes)
+        assert not status.counters
+
+
 async def test_status_and_get_run_for_anybody_with_the_token() -> None:
     async with site() as here:
         client = Client(here)
         run = await client.unary("GetRun", pb.GetRunRequest(protocol=wire.PROTOCOL), pb.GetRunReply)
-        assert (run.run_file, run.table_digest) == ("[run]\n", here.table.digest)
+        assert (run.run_file, run.table_digest) == ("[run]\n", schedule(here.table).digest)
         status = await client.unary("GetStatus", pb.StatusRequest(), pb.StatusReply)
         assert (status.phase, status.reason) == ("gathering", "0 of 3 nodes")
-        assert (status.parameters, status.payload_bytes) == (here.table.elements, here.table.nbytes)
+        assert (status.parameters, status.payload_bytes, status.result_bytes) == (
+            here.table.elements,
+            here.table.nbytes,
+            here.table.nbytes,
+        )
         await client.close()
 
 
@@ -563,7 +603,7 @@ async def test_join_refusals_name_both_values() -> None:
         request = join_request(here.table, table_digest="mine")
         code, text = await code_of(client.unary("Join", request, pb.JoinReply))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "mine" in text and here.table.digest in text
+        assert "mine" in text and schedule(here.table).digest in text
         code, _ = await code_of(
             client.channel.unary_unary(f"/{wire.CONTROL_SERVICE}/Join")(
                 b"\xff\xff", metadata=client.metadata()

@@ -20,7 +20,7 @@ from coordinator.server import ListenError
 from coordinator.service import Outcome, Started, run_coordinator
 from protos.address import Address
 from protos.runfile import RunFile
-from tests.coordinator.coordinator_rig import DEADLINE, random_payload, voted_table
+from tests.coordinator.coordinator_rig import DEADLINE, random_payload, schedule, voted_table
 from tests.coordinator.test_server import TOKEN, Client, ordered
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -51,7 +51,7 @@ class Running:
     def _run(self, started: queue.Queue[Started], options: dict[str, Any]) -> None:
         self.outcome = run_coordinator(
             self.run_file,
-            TABLE,
+            schedule(TABLE),
             TOKEN,
             on_started=started.put,
             stop_event=self.stop,
@@ -124,19 +124,19 @@ def test_addresses_in_use() -> None:
         taken.listen()
         busy = Address("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(ListenError, match="is in use"):
-            run_coordinator(run_file(), TABLE, TOKEN, listen=busy)
+            run_coordinator(run_file(), schedule(TABLE), TOKEN, listen=busy)
         with pytest.raises(MetricsError, match="is in use"):
-            run_coordinator(run_file(), TABLE, TOKEN, listen=LOOPBACK, metrics_listen=busy)
+            run_coordinator(run_file(), schedule(TABLE), TOKEN, listen=LOOPBACK, metrics_listen=busy)
 
 
 SCRIPT = """
 from coordinator.service import run_coordinator
 from protos.address import Address
 from protos.runfile import RunFile
-from tests.coordinator.coordinator_rig import voted_table
+from tests.coordinator.coordinator_rig import schedule, voted_table
 started = lambda where: print(where.address, flush=True)
 listen = Address("127.0.0.1", 0)
-print(run_coordinator(RunFile(), voted_table(), "t", listen=listen, on_started=started))
+print(run_coordinator(RunFile(), schedule(voted_table()), "t", listen=listen, on_started=started))
 """
 
 
