@@ -2,110 +2,134 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from optim.averaged import DDPAdamW, DDPMuon
 from optim.exchanged import ExchangedOptimizer
+from optim.local.adamw import AdamWInner
+from optim.local.inner import Inner
+from optim.local.layout import LocalGroup
+from optim.local.local_steps import LocalSteps
+from optim.local.polar import MuonInner
+from optim.local.torch_class import TorchInner
+from optim.lordo.inner import LowRankAdam, LowRankOptions
+from optim.lordo.low_rank_ddp import LowRankDDP
+from optim.method_config import Choices, MethodConfig, MethodLike, auxiliary_betas, resolve
+from optim.roles import ParameterRole, by_role, classify
+from optim.round_optimizer import RoundOptimizer
 from optim.sign_muon import SignMuon, Signum
-from protos.methods import PRESETS, REDUCED_LR, VOTED, Coefficients, MethodName, Reduction, Scaling
+from protos.buckets import BucketTable, MeanRule, TableSchedule
+from protos.methods import TORCH
+
+__all__ = ["MethodConfig", "MethodLike", "build_method"]
 
 
-class MethodLike(Protocol):
-    """What :func:`build_method` reads; :class:`MethodConfig` documents the fields."""
-
-    @property
-    def name(self) -> MethodName: ...
-    @property
-    def lr(self) -> float | None: ...
-    @property
-    def embedding_lr(self) -> float | None: ...
-    @property
-    def vector_lr(self) -> float | None: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def nesterov(self) -> bool: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def ns_steps(self) -> int: ...
-    @property
-    def ns_coefficients(self) -> Coefficients: ...
-    @property
-    def scaling(self) -> Scaling | None: ...
-    @property
-    def embeddings(self) -> Reduction: ...
-    @property
-    def vectors(self) -> Reduction: ...
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class MethodConfig:
-    """Choices of one method, for use without a run file. A field that a method has no use for is ignored.
-
-    Attributes:
-        name: ``sign-muon``, ``signum``, ``ddp-muon`` or ``ddp-adamw``.
-        lr: of the matrices; ``None`` takes the method's default, as for the next two.
-        embedding_lr: of the embeddings and the output head.
-        vector_lr: of norms and biases.
-        momentum, nesterov, weight_decay, ns_steps, ns_coefficients, beta1, beta2, eps: see
-            :class:`optim.rules.RuleOptions`.
-        scaling: of the matrices; ``None`` takes ``unit-gain`` for sign-muon, ``match-rms`` for ddp-muon and
-            ``none`` for signum.
-        embeddings, vectors: ``vote`` or ``mean``, for sign-muon and signum.
-    """
-
-    name: MethodName = "sign-muon"
-    lr: float | None = None
-    embedding_lr: float | None = None
-    vector_lr: float | None = None
-    momentum: float = 0.95
-    nesterov: bool = True
-    weight_decay: float = 0.0
-    ns_steps: int = 5
-    ns_coefficients: Coefficients = "polar-express"
-    scaling: Scaling | None = None
-    embeddings: Reduction = "vote"
-    vectors: Reduction = "vote"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-
-
-def build_method(config: MethodLike, model: nn.Module) -> ExchangedOptimizer:
+def build_method(config: MethodLike, model: nn.Module) -> RoundOptimizer:
     """The optimizer that ``config`` names, over the trainable parameters of ``model``.
 
-    Raises ``ValueError`` for an unknown method, options out of range, or a model that cannot be exchanged.
+    Raises ``ValueError`` for an unknown method, options out of range or that make no sense together, or a
+    model that cannot be exchanged.
     """
-    preset = PRESETS.get(config.name)
-    if preset is None:
-        raise ValueError(f"unknown method {config.name!r}: use one of {', '.join(PRESETS)}")
-    voted = config.name in VOTED
-    embeddings, vectors = (config.embeddings, config.vectors) if voted else ("mean", "mean")
-    lr = preset.lr if config.lr is None else config.lr
-    shared: dict[str, Any] = {
-        "embedding_lr": REDUCED_LR[embeddings] if config.embedding_lr is None else config.embedding_lr,
-        "vector_lr": REDUCED_LR[vectors] if config.vector_lr is None else config.vector_lr,
-        "weight_decay": config.weight_decay,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.eps,
-    }
+    choices = resolve(config)
+    rule = MeanRule(config.clip, config.trim)
+    if choices.local:
+        return _local_steps(config, choices, model, rule)
+    rates = {"embedding_lr": choices.embedding_lr, "vector_lr": choices.vector_lr}
+    shared: dict[str, Any] = {**rates, "weight_decay": config.weight_decay}
+    if config.name == "lowrank-ddp":
+        if rule != MeanRule():
+            raise ValueError("clip and trim are not possible with lowrank-ddp: leave them out")
+        return LowRankDDP(
+            model,
+            choices.lr,
+            **shared,
+            rank=config.rank,
+            basis_every=config.basis_every,
+            omega=choices.omega,
+            mu=config.mu,
+            betas=choices.betas,
+            eps=config.eps,
+            auxiliary_betas=auxiliary_betas(choices),
+        )
+    optimizer = _every_step(config, choices, model, shared | {"betas": choices.betas, "eps": config.eps})
+    if rule != MeanRule():
+        optimizer.table = BucketTable(optimizer.table.buckets, rule)
+        optimizer.tables = TableSchedule((optimizer.table,))
+    return optimizer
+
+
+def _every_step(
+    config: MethodLike, choices: Choices, model: nn.Module, shared: dict[str, Any]
+) -> ExchangedOptimizer:
+    """Methods that vote on or average something of every single gradient."""
     if config.name == "ddp-adamw":
-        return DDPAdamW(model, lr, **shared)
-    shared["momentum"], shared["nesterov"] = config.momentum, config.nesterov
-    shared["scaling"] = preset.scaling if config.scaling is None else config.scaling
-    if voted:
-        shared["embeddings"], shared["vectors"] = embeddings, vectors
+        return DDPAdamW(model, choices.lr, **shared)
+    shared |= {"momentum": config.momentum, "nesterov": config.nesterov, "scaling": choices.scaling}
+    votes: dict[str, Any] = {"embeddings": choices.embeddings, "vectors": choices.vectors}
     if config.name == "signum":
-        return Signum(model, lr, **shared)
-    shared["ns_steps"], shared["ns_coefficients"] = config.ns_steps, config.ns_coefficients
-    return DDPMuon(model, lr, **shared) if config.name == "ddp-muon" else SignMuon(model, lr, **shared)
+        return Signum(model, choices.lr, **shared, **votes)
+    shared |= {"ns_steps": config.ns_steps, "ns_coefficients": config.ns_coefficients}
+    if config.name == "ddp-muon":
+        return DDPMuon(model, choices.lr, **shared)
+    return SignMuon(model, choices.lr, **shared, **votes)
+
+
+def _local_steps(config: MethodLike, choices: Choices, model: nn.Module, rule: MeanRule) -> LocalSteps:
+    """Methods with local steps: the chosen optimizer for matrices, AdamW for everything else."""
+    roles = classify(model)
+    matrices = list(by_role(roles, "matrix"))
+    betas, decay = auxiliary_betas(choices), config.weight_decay
+    eps = 1e-8 if choices.optimizer == "lordo" else config.eps
+    embeddings = AdamWInner(list(by_role(roles, "embedding")), betas=betas, eps=eps)
+    vectors = AdamWInner(list(by_role(roles, "vector")), betas=betas, eps=eps)
+    feedback = config.error_feedback
+    groups = [
+        LocalGroup("matrices", _inner(config, choices, matrices), choices.lr, decay, choices.codec, feedback),
+        LocalGroup("embeddings", embeddings, choices.embedding_lr, decay, choices.embedding_codec, feedback),
+        LocalGroup("vectors", vectors, choices.vector_lr, 0.0, choices.vector_codec, feedback),
+    ]
+    return LocalSteps(
+        groups,
+        order={name: index for index, (name, _) in enumerate(model.named_parameters())},
+        local_steps=choices.local_steps,
+        outer=choices.outer,
+        outer_lr=choices.outer_lr,
+        outer_momentum=choices.outer_momentum,
+        fragments=config.fragments,
+        overlap=config.overlap,
+        mix=choices.mix,
+        rule=rule,
+    )
+
+
+def _inner(config: MethodLike, choices: Choices, matrices: list[ParameterRole]) -> Inner:
+    """The local optimizer of the matrices."""
+    if choices.optimizer == "adamw":
+        return AdamWInner(matrices, betas=choices.betas, eps=config.eps)
+    if choices.optimizer == "lordo":
+        options = LowRankOptions(
+            rank=config.rank,
+            betas=choices.betas,
+            eps=config.eps,
+            omega=choices.omega,
+            mu=config.mu,
+            basis=config.basis,
+            direction=config.direction,
+            moments_codec=config.moments_codec,
+            ns_steps=config.ns_steps,
+            ns_coefficients=config.ns_coefficients,
+        )
+        return LowRankAdam(matrices, local_steps=choices.local_steps, options=options)
+    if choices.optimizer.startswith(TORCH):
+        return TorchInner(matrices, choices.optimizer[len(TORCH) :], choices.optimizer_options)
+    return MuonInner(
+        matrices,
+        signed=choices.optimizer == "sign-muon",
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        ns_coefficients=config.ns_coefficients,
+        scaling=choices.scaling,
+    )

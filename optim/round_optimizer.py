@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from optim.reduce import Reduction, identity
+from optim.reduce import Reduction, SingleNode
 from protos.buckets import TableSchedule
 
 
@@ -38,7 +39,7 @@ class RoundOptimizer(torch.optim.Optimizer):
 
     Args:
         params: as of torch; every trainable parameter of the run.
-        reduce: the exchange used by :meth:`step`.
+        reduce: the exchange used by :meth:`step`; a :class:`~optim.reduce.SingleNode` if ``None``.
 
     Attributes:
         tables: what travels, round by round.
@@ -48,10 +49,11 @@ class RoundOptimizer(torch.optim.Optimizer):
 
     tables: TableSchedule
 
-    def __init__(self, params: Iterable[Any], *, reduce: Reduction = identity) -> None:
-        self.reduce = reduce
+    def __init__(self, params: Iterable[Any], *, reduce: Reduction | None = None) -> None:
+        self.reduce: Reduction = SingleNode() if reduce is None else reduce
         self.round_index = 0
         self._done = 0  # micro-steps of the round that step() has made
+        self._held: tuple[bool, Tensor | None] | None = None  # the exchange of step(), until its round ends
         self._payload: Tensor | None = None
         self._sealed = False
         super().__init__(params, {})
@@ -126,7 +128,8 @@ class RoundOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One micro-step; the last of a round also proposes, exchanges by :attr:`reduce` and applies.
+        """One micro-step. That which :meth:`send_after` names also proposes and exchanges by :attr:`reduce`;
+        the last of a round applies the result.
 
         Returns what ``closure`` returned.
         """
@@ -134,19 +137,25 @@ class RoundOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.local_step(self.round_index, self._done)
+        index = self.round_index
+        self.local_step(index, self._done)
         self._done += 1
-        if self._done < self.micro_steps(self.round_index):
-            return loss
-        self._done = 0
+        if self._done == self.send_after(index):
+            self._held = self._exchange(index)
+        if self._done >= self.micro_steps(index):
+            usable, result = self._held or (False, None)
+            self._done, self._held = 0, None
+            self.apply(index, result, counted=usable)
+        return loss
+
+    def _exchange(self, round_index: int) -> tuple[bool, Tensor | None]:
+        """Propose and reduce: whether this node contributed, and the result."""
         if self._payload is None:
             self._payload = torch.empty(self.tables.nbytes, dtype=torch.uint8)
-        table = self.tables.of(self.round_index)
+        table = self.tables.of(round_index)
         payload = self._payload[: table.nbytes]
-        usable = self.propose(self.round_index, payload)
-        result = self.reduce(payload if usable else None, round_index=self.round_index, table=table)
-        self.apply(self.round_index, result, counted=usable)
-        return loss
+        usable = self.propose(round_index, payload)
+        return usable, self.reduce(payload if usable else None, round_index=round_index, table=table)
 
     # ------------------------------------------------------------------ state
 
@@ -163,4 +172,13 @@ class RoundOptimizer(torch.optim.Optimizer):
         """Make every local tensor exist, so that a checkpoint can be copied into :meth:`local_tensors`."""
 
     def loaded(self) -> None:
-        """The shared tensors were overwritten from outside: bring the model in line with them."""
+        """The shared tensors were overwritten from outside: bring the model in line with them.
+
+        Where a checkpoint is loaded, its local tensors are copied in after this call: what it changes of
+        them does not count.
+        """
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within this context the model's parameters are the shared ones, for measuring; after it they are
+        again what local steps have made of them. Nothing to do where there are none."""
+        return nullcontext()

@@ -17,12 +17,13 @@ _HALF_PI = 1.5707963267948966
 
 
 def factor(
-    round_index: int, rounds: int, *, warmup: int = 0, shape: Shape = "cosine", final: float = 0.0
+    round_index: float, rounds: int, *, warmup: int = 0, shape: Shape = "cosine", final: float = 0.0
 ) -> float:
     """Factor on the learning rate in a round.
 
     Args:
-        round_index: from 0. Beyond ``rounds`` the final value stays.
+        round_index: from 0; a fraction within a round of several steps. Beyond ``rounds`` the final value
+            stays.
         rounds: planned length of the run, at least 1.
         warmup: rounds of linear warm-up; round 0 already has the factor ``1 / warmup``.
         shape: what follows the warm-up.
