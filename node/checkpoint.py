@@ -1,7 +1,8 @@
 """Checkpoints: everything a node needs to go on as if it had never stopped.
 
 A folder per checkpoint, ``round-00000200`` for the state before round 200: ``model.safetensors`` (shared
-state), ``local.safetensors`` (momenta that never leave the node), ``run.toml`` and ``meta.json``. It is
+state), ``local.safetensors`` (what never leaves the node: momenta, error feedback), ``run.toml`` and
+``meta.json``; of a node that trains alone also ``reducer.safetensors``, if its reduction has a memory. It is
 written under another name, synced and renamed, so a folder of that name is always complete.
 """
 
@@ -11,14 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from node.exchange.tensor_bytes import LayoutError, Row, check_layout, layout
 from protos.digests import state_digest
@@ -62,6 +63,7 @@ class Meta:
     run_digest: str
     state_digest: str  # of the shared state
     local_digest: str
+    reducer_digest: str = ""  # empty: there is no such file
 
     def to_json(self) -> str:
         """The file's text."""
@@ -80,7 +82,8 @@ class Meta:
             raw: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(raw, dict) or raw.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            meta = cls(**{name: raw[name] for name in cls.__dataclass_fields__})
+            given = {field.name for field in fields(cls) if field.default is MISSING or field.name in raw}
+            meta = cls(**{name: raw[name] for name in given})
             if not isinstance(meta.round, int) or isinstance(meta.round, bool) or meta.round < 0:
                 raise ValueError(f"round is {meta.round!r}")
             if not all(isinstance(value, str) for name, value in meta.__dict__.items() if name != "round"):
@@ -102,12 +105,14 @@ def save(
     shared: Mapping[str, torch.Tensor],
     shared_digest: str,
     local: Mapping[str, torch.Tensor],
+    reducer: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the checkpoint of the state before ``round_index`` into ``folder``; keep only the newest two.
 
     Args:
         folder: of all checkpoints of this node; made if it is not there.
         shared_digest: of ``shared``.
+        reducer: memory of a reduction that this node makes for itself.
 
     Returns:
         The checkpoint's own folder.
@@ -117,7 +122,8 @@ def save(
     """
     target = folder / f"round-{round_index:08d}"
     scratch = folder / f".{target.name}.{os.getpid()}.tmp"
-    meta = Meta(round_index, run_name, run_digest, shared_digest, state_digest(local))
+    reducer_digest = state_digest(reducer) if reducer else ""
+    meta = Meta(round_index, run_name, run_digest, shared_digest, state_digest(local), reducer_digest)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".round-*.tmp"):
@@ -125,6 +131,8 @@ def save(
         scratch.mkdir()
         _write_tensors(scratch / "model.safetensors", shared)
         _write_tensors(scratch / "local.safetensors", local)
+        if reducer:
+            _write_tensors(scratch / "reducer.safetensors", reducer)
         _write_text(scratch / "run.toml", run_toml)
         _write_text(scratch / "meta.json", meta.to_json())
         _sync(scratch)
@@ -178,11 +186,17 @@ def find(path: Path) -> Path:
 
 
 def load(
-    path: Path, *, run_digest: str, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
+    path: Path,
+    *,
+    run_digest: str,
+    shared: Mapping[str, torch.Tensor],
+    local: Mapping[str, torch.Tensor],
+    loaded: Callable[[], None] = lambda: None,
 ) -> Meta:
     """Load a checkpoint into ``shared`` and ``local``, in place.
 
-    Run, names, dtypes and shapes are checked before anything is changed, digests afterwards.
+    Run, names, dtypes and shapes are checked before anything is changed, digests afterwards. ``loaded`` is
+    called when ``shared`` has its values and ``local`` has not.
 
     Raises:
         CheckpointError: it belongs to another run, does not fit, or is damaged.
@@ -194,21 +208,43 @@ def load(
             f"{run_digest}; {path / 'run.toml'} shows what it was trained with"
         )
     files = (
-        (path / "model.safetensors", shared, meta.state_digest),
-        (path / "local.safetensors", local, meta.local_digest),
+        (path / "model.safetensors", shared, meta.state_digest, loaded),
+        (path / "local.safetensors", local, meta.local_digest, lambda: None),
     )
     try:
-        for file, tensors, _ in files:
+        for file, tensors, _, _ in files:
             check_layout(_rows(file), layout(tensors), str(file))
-        for file, tensors, digest in files:
+        for file, tensors, digest, then in files:
             _read_tensors(file, tensors)
-            if (found := state_digest(tensors)) != digest:
-                raise CheckpointError(
-                    f"{file} is damaged: its digest is {found}, meta.json says {digest}; use an earlier one"
-                )
+            _check_digest(file, tensors, digest)
+            then()
     except (OSError, SafetensorError, LayoutError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {_reason(error)}") from error
     return meta
+
+
+def load_reducer(path: Path, meta: Meta) -> dict[str, torch.Tensor]:
+    """The memory of the reduction in the checkpoint ``path``; empty if it has none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if not meta.reducer_digest:
+        return {}
+    file = path / "reducer.safetensors"
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {_reason(error)}") from error
+    _check_digest(file, tensors, meta.reducer_digest)
+    return tensors
+
+
+def _check_digest(file: Path, tensors: Mapping[str, torch.Tensor], digest: str) -> None:
+    if (found := state_digest(tensors)) != digest:
+        raise CheckpointError(
+            f"{file} is damaged: its digest is {found}, meta.json says {digest}; use an earlier one"
+        )
 
 
 def _folders(folder: Path) -> list[tuple[int, Path]]:

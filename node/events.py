@@ -21,11 +21,12 @@ class Started:
 
     run: str
     method: str
-    parameters: int  # that travel
-    payload_bytes: int  # one direction, one round
+    parameters: int  # that are trained
+    payload_bytes: int  # of a contribution, as a mean over the rounds
     device: str
     threads: int
     round: int  # the first to be trained
+    result_bytes: int = 0  # of a result, as a mean over the rounds
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,23 @@ class Abstained:
 
 
 @dataclass(frozen=True)
+class MicroStep:
+    """How far a round of several micro-steps is; told every few seconds only."""
+
+    round: int
+    micro_step: int  # made so far
+    micro_steps: int  # of the round
+    loss: float  # nats per token of the last one
+
+
+@dataclass(frozen=True)
 class RoundDone:
     """A round has been applied.
 
     ``seconds`` is wall time by phase: data, compute, propose, exchange, apply, digest, evaluate. Bytes are
-    totals since the node started. ``loss`` is in nats per token of the node's own batch; NaN if none.
+    totals since the node started. ``loss`` is in nats per token of the node's own samples; NaN if none.
+    ``exchange`` counts the wait only: what is computed meanwhile is in its own phases. ``skipped`` of the
+    ``micro_steps`` were left out, as a gradient was not finite.
     """
 
     round: int
@@ -69,6 +82,8 @@ class RoundDone:
     seconds: Mapping[str, float] = field(default_factory=dict)
     validation_loss: float | None = None
     bits_per_byte: float | None = None
+    micro_steps: int = 1
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,7 @@ class Summary:
     trained: int  # rounds this node contributed to and was counted in
     abstained: int
     tokens: int
-    loss: float  # nats per token of the last batch
+    loss: float  # nats per token, the node's own in its last round
     validation_loss: float  # last measured here, NaN if never
     bits_per_byte: float
     digest: str
@@ -156,6 +171,7 @@ Event: TypeAlias = (
     | Started
     | Joined
     | Abstained
+    | MicroStep
     | RoundDone
     | RoundMissed
     | StateLoaded

@@ -28,8 +28,8 @@ from node.metrics import MetricsServer, NodeMetrics
 from node.model import LanguageModel, build_model
 from node.state import SharedState
 from node.worker import INTERRUPTED, Worker
-from optim.exchanged import ExchangedOptimizer
 from optim.methods import build_method
+from optim.round_optimizer import RoundOptimizer
 from protos.address import Address
 from protos.invite import Invite
 from protos.runfile import RunFile
@@ -78,8 +78,9 @@ class _Parts:
     device: torch.device
     data: Dataset
     model: LanguageModel
-    optimizer: ExchangedOptimizer
+    optimizer: RoundOptimizer
     round: int = 0
+    reducer: dict[str, torch.Tensor] = field(default_factory=dict)  # of a checkpoint made alone
     state: SharedState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,15 +113,16 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
                 f"{runfile.digest}: install the same version of Atoll on both"
             )
         parts = _build(runfile, options)
-        if parts.optimizer.table.digest != run.table_digest:
+        tables = parts.optimizer.tables
+        if tables.digest != run.table_digest:
             raise ExchangeError(
                 "this node lays the model out differently from the coordinator: its bucket table is "
-                f"{parts.optimizer.table.digest}, the coordinator's {run.table_digest}: install the same "
+                f"{tables.digest}, the coordinator's {run.table_digest}: install the same "
                 "version of Atoll (and of transformers, for hf: models) on both"
             )
         exchange.limits = _limits(runfile, options)
         emit(_started(parts))
-        admission = exchange.join(_claim(parts, options), parts.optimizer.table.nbytes)
+        admission = exchange.join(_claim(parts, options), tables)
         emit(Joined(admission.node, exchange.address, admission.needs_state))
         return _work(parts, exchange, options, emit, farewell)
 
@@ -138,10 +140,13 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
         parts = _build(runfile, options)
         emit(_started(parts))
         exchange = LocalExchange(
+            parts.optimizer.tables,
             rounds=runfile.run.rounds,
             batch=runfile.data.batch,
+            micro_steps=parts.optimizer.micro_steps,
             evaluate_every=runfile.run.evaluate_every,
             start=parts.round,
+            reducer=parts.reducer,
         )
         return _work(parts, exchange, options, emit, _Farewell(stack, exchange))
 
@@ -247,17 +252,23 @@ def _build(runfile: RunFile, options: Options) -> _Parts:
     )
     data = open_data(source, runfile.model.context)
     model = build_model(runfile.model, runfile.run.seed, vocab=data.vocab, device=device)
-    optimizer = build_method(runfile.method, model)
-    parts = _Parts(runfile, device, data, model, optimizer)
-    if options.resume is not None:
-        meta = checkpoint.load(
-            checkpoint.find(options.resume),
-            run_digest=runfile.digest,
-            shared=parts.state.tensors,
-            local=optimizer.local_tensors(),
-        )
-        parts.round = meta.round
-    return parts
+    try:
+        optimizer = build_method(runfile.method, model)
+    except ValueError as error:
+        raise LaunchError(f"[method] {runfile.method.name} cannot train this model: {error}") from error
+    if options.resume is None:
+        return _Parts(runfile, device, data, model, optimizer)
+    path = checkpoint.find(options.resume)
+    optimizer.prepare_load()
+    meta = checkpoint.load(
+        path,
+        run_digest=runfile.digest,
+        shared=optimizer.shared_tensors(),
+        local=optimizer.local_tensors(),
+        loaded=optimizer.loaded,
+    )
+    reducer = checkpoint.load_reducer(path, meta)
+    return _Parts(runfile, device, data, model, optimizer, meta.round, reducer)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -290,8 +301,11 @@ def _started(parts: _Parts) -> Started:
     return Started(
         run=parts.runfile.run.name,
         method=parts.runfile.method.name,
-        parameters=parts.optimizer.table.elements,
-        payload_bytes=parts.optimizer.table.nbytes,
+        parameters=sum(
+            parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad
+        ),
+        payload_bytes=round(parts.optimizer.tables.mean_nbytes[0]),
+        result_bytes=round(parts.optimizer.tables.mean_nbytes[1]),
         device=str(parts.device),
         threads=torch.get_num_threads(),
         round=parts.round,
@@ -302,7 +316,7 @@ def _claim(parts: _Parts, options: Options) -> Claim:
     return Claim(
         name=(options.name or socket.gethostname())[:_MAX_NAME],
         run_digest=parts.runfile.digest,
-        table_digest=parts.optimizer.table.digest,
+        table_digest=parts.optimizer.tables.digest,
         data_digest=parts.data.digest,
         dtype=parts.state.dtype,
         state_digest=parts.state.digest(),

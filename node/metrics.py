@@ -48,6 +48,7 @@ class NodeMetrics:
         self._abstained = counter(
             "abstentions", "Rounds without a contribution of this node, by its own choice"
         )
+        self._skipped = counter("skipped_micro_steps", "Steps left out, as a gradient was not finite")
         self._uncounted = counter("uncounted_rounds", "Rounds whose result does not contain this node")
         self._missed = counter("missed_rounds", "Rounds that went on without this node")
         self._transfers = counter("state_transfers", "Transfers of the shared state", "kind")
@@ -61,6 +62,7 @@ class NodeMetrics:
             self._tokens.inc(event.tokens)
             self._compute.inc(event.compute_seconds)
             self._busy.inc(event.busy_seconds)
+            self._skipped.inc(event.skipped)
             if event.tokens:
                 self._loss.set(event.loss)
             if event.counted:

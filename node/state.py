@@ -14,8 +14,8 @@ class SharedState:
     """A view of live tensors, digested after every round.
 
     Args:
-        tensors: name to tensor, as :meth:`optim.exchanged.ExchangedOptimizer.shared_tensors` gives them. They
-            are updated in place by the optimizer and by :meth:`copy_from`.
+        tensors: name to tensor, as :meth:`optim.round_optimizer.RoundOptimizer.shared_tensors` gives them.
+            They are updated in place by the optimizer and by :meth:`copy_from`.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

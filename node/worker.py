@@ -6,16 +6,15 @@ World size 1 on a local exchange and a node among thousands run the same code.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from node import checkpoint
 from node.checkpoint import Saving
+from node.clocks import Clocks, Stopwatch
 from node.evaluation import Data, Evaluator, Model, Validation
 from node.events import (
     Abstained,
@@ -41,32 +40,15 @@ from node.exchange.base import (
     StopOrder,
     WorkReport,
 )
+from node.exchange.in_flight import InFlight
 from node.exchange.trouble import RoundLost, TransferError
 from node.state import SharedState
-from optim.exchanged import ExchangedOptimizer
+from node.training import Training, Work
+from optim.round_optimizer import RoundOptimizer
 from optim.schedules import factor, set_learning_rates
 from protos.runfile import RunFile
 
 INTERRUPTED: Final = "interrupted by its user"
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """Where durations come from, in seconds: ``wall`` for phases, ``cpu`` for the share that is compute."""
-
-    wall: Callable[[], float] = time.perf_counter
-    cpu: Callable[[], float] = time.process_time
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a node has done for a round; without a payload it abstains for ``reason``."""
-
-    payload: torch.Tensor | None = None
-    loss: float = math.nan  # nats per token
-    tokens: int = 0  # predicted
-    compute: float = 0.0  # CPU seconds in forward and backward
-    reason: str = ""
 
 
 class Worker:
@@ -90,7 +72,7 @@ class Worker:
         runfile: RunFile,
         model: Model,
         data: Data,
-        optimizer: ExchangedOptimizer,
+        optimizer: RoundOptimizer,
         exchange: Exchange,
         *,
         device: torch.device | str = "cpu",
@@ -103,20 +85,27 @@ class Worker:
         self.round = round_index
         self.waiting = False  # for others: nothing is lost if the wait is interrupted
         self._consistent = True  # the shared state is that before self.round, not half of a result
-        self._ahead = False  # momenta have taken in a gradient whose round is not applied
         self._whole = True  # the shared state was not left half loaded
         self._runfile = runfile
-        self._model = model
-        self._data = data
         self._optimizer = optimizer
         self._exchange = exchange
-        self._device = torch.device(device)
         self._on_event = on_event
         self._saving = saving
-        self._clocks = clocks or _clocks_for(self._device)
-        self._payload = torch.empty(optimizer.table.nbytes, dtype=torch.uint8)
-        self._evaluator = Evaluator(model, data, runfile.run.validation_windows, self._device)
-        self._seconds: dict[str, float] = {}
+        place = torch.device(device)
+        self._clocks = clocks or Clocks.of(place)
+        self._watch = Stopwatch(self._clocks.wall)
+        self._training = Training(
+            model,
+            data,
+            optimizer,
+            seed=runfile.run.seed,
+            set_rate=self._set_rate,
+            device=place,
+            clocks=self._clocks,
+            watch=self._watch,
+            on_event=lambda event: self._on_event(event),
+        )
+        self._evaluator = Evaluator(model, data, runfile.run.validation_windows, place)
         self.interrupted = False  # by interrupt(): the loop ends after the present round
         self._digest = ""
         self._loss = math.nan
@@ -173,9 +162,10 @@ class Worker:
         if not (self._consistent and self._whole):
             self._on_event(Notice(f"nothing is saved: the state of round {self.round} is incomplete"))
             return
-        if self._ahead:
+        if ahead := self._training.ahead:
+            gradients = "one gradient" if ahead == 1 else f"{ahead} gradients"
             self._on_event(
-                Notice(f"the stop came within round {self.round}: the saved momenta are one gradient ahead")
+                Notice(f"the stop came within round {self.round}: the saved momenta are {gradients} ahead")
             )
         path = checkpoint.save(
             self._saving.folder,
@@ -186,6 +176,7 @@ class Worker:
             shared=self.state.tensors,
             shared_digest=self._digest or self.state.digest(),
             local=self._optimizer.local_tensors(),
+            reducer=self._exchange.reducer_tensors(),
         )
         self._on_event(Saved(self.round, path))
 
@@ -212,14 +203,6 @@ class Worker:
         finally:
             self.waiting = False
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = self._clocks.wall()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clocks.wall() - start
-
     # ------------------------------------------------------------------------------- one round
 
     def _round(self, order: RoundOrder) -> None:
@@ -231,24 +214,23 @@ class Worker:
                 f"the coordinator opened round {order.round}, but this node's state is {held}: start the "
                 "node again, it will load the present state"
             )
-        self._seconds = {}
-        self._set_rate(order.round)
-        work = self._work(order)
+        self._watch.restart()
+        work = self._training.begin(order)
         if work.reason and not order.result_ready:
             self._abstained += 1
             self._on_event(Abstained(order.round, work.reason))
         try:
-            with self._phase("exchange"), self._interruptible():
-                result = self._exchange.reduce(order, work.payload, work.reason)
+            result = self._reduce(order, work)
         except RoundLost as lost:
             self._on_event(RoundMissed(order.round, str(lost)))
             return
+        self._set_rate(order.round)
         self._consistent = False
-        with self._phase("apply"):
-            self._optimizer.apply(order.round, result.payload)
+        with self._watch.phase("apply"):
+            self._optimizer.apply(order.round, result.payload, counted=result.counted)
         self.round = order.round + 1
-        self._consistent, self._ahead = True, False
-        with self._phase("digest"):
+        self._consistent, self._training.ahead = True, 0
+        with self._watch.phase("digest"):
             self._digest = self.state.digest()
         self._trained += result.counted
         self._tokens += work.tokens
@@ -258,38 +240,26 @@ class Worker:
         if self._saving is not None and self._saving.every and self.round % self._saving.every == 0:
             self.save()
 
-    def _set_rate(self, round_index: int) -> None:
+    def _reduce(self, order: RoundOrder, work: Work) -> RoundResult:
+        """Exchange; the micro-steps that are left run meanwhile."""
+        if not work.unfinished:
+            self._training.finish(work)
+            with self._watch.phase("exchange"), self._interruptible():
+                return self._exchange.reduce(order, work.payload, work.reason)
+        payload, reason = work.payload, work.reason
+        flight = InFlight(lambda: self._exchange.reduce(order, payload, reason), f"atoll-round-{order.round}")
+        self._training.finish(work)
+        with self._watch.phase("exchange"), self._interruptible():
+            return flight.result()
+
+    def _set_rate(self, moment: float) -> None:
+        """``moment`` in rounds: a fraction is a micro-step within one."""
         run, method = self._runfile.run, self._runfile.method
         shape, warmup, final = method.schedule, method.warmup, method.final
-        rate = factor(round_index, run.rounds, warmup=warmup, shape=shape, final=final)
+        rate = factor(moment, run.rounds, warmup=warmup, shape=shape, final=final)
         set_learning_rates(self._optimizer, rate)
 
-    def _work(self, order: RoundOrder) -> _Work:
-        """Read, compute and propose, as far as the order asks for it."""
-        if order.result_ready:
-            return _Work(reason="catching up")
-        if not order.lease_count:
-            return _Work(reason="no samples were leased to this node")
-        with self._phase("data"):
-            batch = self._data.batch(order.lease_start, order.lease_count, self._runfile.run.seed)
-            tokens = batch.to(self._device)
-        mark = self._clocks.cpu()
-        with self._phase("compute"):
-            self._optimizer.zero_grad(set_to_none=True)
-            loss = self._model.loss(tokens)
-            loss.backward()  # type: ignore[no-untyped-call]
-            value = float(loss.detach())
-        compute = self._clocks.cpu() - mark
-        with self._phase("propose"):
-            self._ahead = True
-            usable = self._optimizer.propose(order.round, self._payload)
-        if not usable:
-            self._ahead = False
-            return _Work(compute=compute, reason=f"the gradient is not finite (loss {value:.4g})")
-        predicted = tokens.shape[0] * (tokens.shape[1] - 1)
-        return _Work(self._payload, value, predicted, compute)
-
-    def _tell(self, work: _Work, result: RoundResult, busy: float, measured: Validation | None) -> None:
+    def _tell(self, work: Work, result: RoundResult, busy: float, measured: Validation | None) -> None:
         """Report to the others, and to whoever listens here."""
         validation_loss = measured.loss if measured else None
         bits_per_byte = measured.bits_per_byte if measured else None
@@ -321,9 +291,11 @@ class Worker:
                 bytes_down=down,
                 compute_seconds=work.compute,
                 busy_seconds=busy,
-                seconds=self._seconds,
+                seconds=self._watch.seconds,
                 validation_loss=validation_loss,
                 bits_per_byte=bits_per_byte,
+                micro_steps=work.done,
+                skipped=work.skipped,
             )
         )
 
@@ -334,8 +306,8 @@ class Worker:
         return busy
 
     def _evaluate(self) -> Validation:
-        """Measure; its CPU time counts neither as compute nor as overhead of a round."""
-        with self._phase("evaluate"):
+        """Measure the shared state; its CPU time counts neither as compute nor as overhead of a round."""
+        with self._watch.phase("evaluate"), self._optimizer.evaluating():
             self._measured = self._evaluator.measure()
         self._busy_mark = self._clocks.cpu()
         return self._measured
@@ -373,7 +345,7 @@ class Worker:
         self._on_event(StateSent(order.round, self.state.nbytes, self._clocks.wall() - start))
 
     def _load(self, order: LoadOrder) -> None:
-        """Replace the shared state. Momenta stay: they are this node's own."""
+        """Replace the shared state. Momenta and error feedback stay: they are this node's own."""
         start = self._clocks.wall()
         self._whole = False
         try:
@@ -387,13 +359,9 @@ class Worker:
         except TransferError as error:
             self._on_event(TransferFailed(order.round, str(error)))
             return
+        self._optimizer.loaded()
         self._whole = self._consistent = True
         self._digest = digest
         self.round = order.round
         self._exchange.ready(order.round, digest)
         self._on_event(StateLoaded(order.round, self.state.nbytes, digest, self._clocks.wall() - start))
-
-
-def _clocks_for(device: torch.device) -> Clocks:
-    """On an accelerator the CPU's time says little: there, both clocks are the wall's."""
-    return Clocks() if device.type == "cpu" else Clocks(cpu=time.perf_counter)

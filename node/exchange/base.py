@@ -62,8 +62,8 @@ Order = RoundOrder | DonateOrder | LoadOrder | StopOrder
 class RoundResult:
     """A committed round as every node sees it.
 
-    ``payload`` is uint8[table.nbytes] on the CPU, valid until the next call of :meth:`Exchange.reduce`;
-    ``None`` for a round without voters.
+    ``payload`` is uint8[tables.of(round).result_nbytes] on the CPU, valid until the next call of
+    :meth:`Exchange.reduce`; ``None`` for a round without voters.
     """
 
     round: int
@@ -102,9 +102,9 @@ class Exchange(Protocol):
     def reduce(
         self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
     ) -> RoundResult:
-        """Contribute ``payload`` and wait for the commit.
+        """Contribute ``payload`` and wait for the commit; may be called in another thread than the others.
 
-        ``payload`` is uint8[table.nbytes] on the CPU; ``None``: abstain, or catch up.
+        ``payload`` is uint8[tables.of(round).nbytes] on the CPU; ``None``: abstain, or catch up.
         """
         ...
 
@@ -124,10 +124,15 @@ class Exchange(Protocol):
         """Tell that the state of ``round_index`` has been loaded."""
         ...
 
+    def reducer_tensors(self) -> dict[str, torch.Tensor]:
+        """What the reduction carries from round to round, for this node's checkpoint; empty unless it is made
+        here."""
+        ...
+
     def bytes_counted(self) -> tuple[int, int]:
         """Bytes sent and received at the transport so far, framing included."""
         ...
 
     def close(self, reason: str) -> None:
-        """Leave cleanly; safe to call twice."""
+        """Leave cleanly, and end a :meth:`reduce` that another thread waits in; safe to call twice."""
         ...

@@ -32,6 +32,7 @@ from node.exchange.session import Admission, Claim, Session
 from node.exchange.tensor_bytes import byte_view
 from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
+from protos.buckets import BucketTable, TableSchedule
 from protos.invite import Invite
 
 T = TypeVar("T")
@@ -72,7 +73,9 @@ class HubExchange:
         self._timing = timing or Timing()
         self._say = say
         self._claim: Claim | None = None
+        self._tables: TableSchedule | None = None
         self._result = torch.empty(0, dtype=torch.uint8)
+        self._reducing: asyncio.Future[pb.Commit] | None = None
         self._closed = False
         self._network = process_network().open()
         self._link = Link(invite, self.meter, limits or Limits())
@@ -104,18 +107,18 @@ class HubExchange:
             persist(self._link.get_run, patience), self._bound(self.limits.wait), "asking what run this is"
         )
 
-    def join(self, claim: Claim, payload_bytes: int) -> Admission:
+    def join(self, claim: Claim, tables: TableSchedule) -> Admission:
         """Ask for admission and take up the session.
 
         Args:
             claim: what this node is.
-            payload_bytes: of a contribution and of a result, ``table.nbytes``.
+            tables: what travels, round by round.
 
         Raises:
             ExchangeError: refused; the text is the coordinator's.
         """
-        self._claim = claim
-        self._result = torch.empty(payload_bytes, dtype=torch.uint8)
+        self._claim, self._tables = claim, tables
+        self._result = torch.empty(tables.result_nbytes, dtype=torch.uint8)
         return self._call(
             self._session.join(claim, self.limits.wait), self._bound(self.limits.wait), "joining the run"
         )
@@ -148,21 +151,22 @@ class HubExchange:
             RoundLost: the round went on without this node, which stays in the run.
             ExchangeError: refused even as an abstention, or the coordinator is gone for good.
         """
-        if payload is not None and (
-            payload.dtype is not torch.uint8 or payload.numel() != self._result.numel()
-        ):
+        table = self._table(order.round)
+        if payload is not None and (payload.dtype is not torch.uint8 or payload.numel() != table.nbytes):
             raise ValueError(
-                f"the payload must be uint8[{self._result.numel()}], not {payload.dtype}{list(payload.shape)}"
+                f"the payload of round {order.round} must be uint8[{table.nbytes}], not "
+                f"{payload.dtype}{list(payload.shape)}"
             )
         memory = None if payload is None else byte_view(payload)
+        result = self._result[: table.result_nbytes]
         commit = self._call(
-            self._reduce(order, memory, abstain_reason),
+            self._reduce(order, memory, byte_view(result), abstain_reason),
             self.limits.round + self.limits.reconnect + _SLACK_SECONDS,
             f"round {order.round}",
         )
         return RoundResult(
             round=order.round,
-            payload=self._result if commit.nbytes else None,
+            payload=result if commit.nbytes else None,
             voters=tuple(commit.voters),
             weights=tuple(commit.weights),
             counted=commit.counted,
@@ -170,8 +174,14 @@ class HubExchange:
             reason=commit.reason,
         )
 
-    async def _reduce(self, order: RoundOrder, memory: memoryview | None, reason: str) -> pb.Commit:
-        work = asyncio.ensure_future(self._contribute(order, memory, reason))
+    def _table(self, round_index: int) -> BucketTable:
+        assert self._tables is not None, "join comes first"
+        return self._tables.of(round_index)
+
+    async def _reduce(
+        self, order: RoundOrder, memory: memoryview | None, into: memoryview, reason: str
+    ) -> pb.Commit:
+        work = self._reducing = asyncio.ensure_future(self._contribute(order, memory, into, reason))
         halt = asyncio.ensure_future(self._session.halted.wait())
         try:
             await asyncio.wait({work, halt}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,12 +192,13 @@ class HubExchange:
             work.cancel()
             halt.cancel()
 
-    async def _contribute(self, order: RoundOrder, memory: memoryview | None, reason: str) -> pb.Commit:
+    async def _contribute(
+        self, order: RoundOrder, memory: memoryview | None, into: memoryview, reason: str
+    ) -> pb.Commit:
         session = self._session
         patience = Patience(
             f"the commit of round {order.round}", self.limits.reconnect, self._timing, self._say
         )
-        into = byte_view(self._result)
         hidden = False
         while True:
             if session.order_generation != session.generation:
@@ -227,7 +238,7 @@ class HubExchange:
         return pb.ContributionHeader(
             round=order.round,
             epoch=order.epoch,
-            table_digest=self._claim.table_digest,
+            table_digest=self._table(order.round).digest,
             nbytes=0 if memory is None else len(memory),
             weight=self._claim.weight,
             abstain=memory is None,
@@ -289,6 +300,10 @@ class HubExchange:
 
         self._network.soon(send)
 
+    def reducer_tensors(self) -> dict[str, torch.Tensor]:
+        """See :class:`node.exchange.base.Exchange`: the coordinator holds it."""
+        return {}
+
     def bytes_counted(self) -> tuple[int, int]:
         """See :class:`node.exchange.base.Exchange`."""
         return self.meter.total("up"), self.meter.total("down")
@@ -305,5 +320,7 @@ class HubExchange:
             self._network.close()
 
     async def _close(self, reason: str) -> None:
+        if self._reducing is not None:
+            self._reducing.cancel()
         await self._session.leave(reason)
         await self._link.close()

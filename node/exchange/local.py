@@ -6,7 +6,7 @@ another node; alone, they would make the same node fail again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,30 +20,50 @@ from node.exchange.base import (
     StopOrder,
     WorkReport,
 )
+from optim.reduce import SingleNode
+from protos.buckets import TableSchedule
 
 
 class LocalExchange:
-    """World size 1: the majority of one vote, and the mean of one payload, is the payload.
+    """World size 1: the coordinator's reduction of one contribution.
 
     Args:
+        tables: what would travel, round by round.
         rounds: of the run.
-        batch: samples a round.
+        batch: samples a micro-step.
+        micro_steps: of a round.
         evaluate_every: rounds between validation losses; 0 measures in the last round only.
         start: first round, for a run that is resumed.
         node: the node's name in the results.
+
+        reducer: :meth:`reducer_tensors` of an exchange that is to be continued.
     """
 
     def __init__(
-        self, *, rounds: int, batch: int, evaluate_every: int = 0, start: int = 0, node: str = "node-0"
+        self,
+        tables: TableSchedule,
+        *,
+        rounds: int,
+        batch: int,
+        micro_steps: Callable[[int], int] = lambda round_index: 1,
+        evaluate_every: int = 0,
+        start: int = 0,
+        node: str = "node-0",
+        reducer: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         if not 0 <= start <= rounds:
             raise ValueError(f"a run of {rounds} rounds cannot start at round {start}")
         if batch < 1:
-            raise ValueError(f"a round reads at least one sample, not {batch}")
+            raise ValueError(f"a micro-step reads at least one sample, not {batch}")
+        self._reduction = SingleNode()
+        self._reduction.memory.load({name: tensor.numpy() for name, tensor in (reducer or {}).items()})
+        self._tables = tables
         self._rounds = rounds
         self._batch = batch
+        self._micro_steps = micro_steps
         self._evaluate_every = evaluate_every
         self._next = start
+        self._sample = batch * sum(map(micro_steps, range(start)))
         self._node = node
 
     def next_order(self) -> Order:
@@ -55,8 +75,8 @@ class LocalExchange:
             round=self._next,
             epoch=1,
             members=(self._node,),
-            lease_start=self._next * self._batch,
-            lease_count=self._batch,
+            lease_start=self._sample,
+            lease_count=self._batch * self._micro_steps(self._next),
             evaluate=last or bool(self._evaluate_every and (self._next + 1) % self._evaluate_every == 0),
             result_ready=False,
         )
@@ -64,11 +84,13 @@ class LocalExchange:
     def reduce(
         self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
     ) -> RoundResult:
-        """The payload itself; without one, a round without voters."""
+        """What the payload alone is reduced to; without one, a round without voters."""
         if order.round != self._next:
             raise ExchangeError(f"round {order.round} was contributed to, round {self._next} is open")
+        self._sample += order.lease_count
         self._next += 1
-        if payload is None:
+        result = self._reduction(payload, round_index=order.round, table=self._tables.of(order.round))
+        if result is None:
             return RoundResult(
                 round=order.round,
                 payload=None,
@@ -80,7 +102,7 @@ class LocalExchange:
             )
         return RoundResult(
             round=order.round,
-            payload=payload,
+            payload=result,
             voters=(self._node,),
             weights=(1,),
             counted=True,
@@ -101,6 +123,11 @@ class LocalExchange:
 
     def ready(self, round_index: int, state_digest: str) -> None:
         """Nobody else listens."""
+
+    def reducer_tensors(self) -> dict[str, torch.Tensor]:
+        """Residuals and bases of the rounds so far; not to be written to."""
+        arrays = self._reduction.memory.arrays()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def bytes_counted(self) -> tuple[int, int]:
         """No bytes travel."""

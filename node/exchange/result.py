@@ -14,7 +14,7 @@ class ResultAssembly:
     """Puts the frames of one result together.
 
     Args:
-        buffer: where the payload goes, as long as the bucket table says.
+        buffer: where the payload goes, as long as the round's bucket table says.
         round_index: the round that was asked for.
     """
 

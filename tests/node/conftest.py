@@ -9,7 +9,8 @@ import pytest
 
 from node.exchange.hub import HubExchange
 from tests.node.fake_hub import DEADLINE, FakeHub
-from tests.node.hub_rig import CLAIM, LIMITS, SMALL, TIMING, Make
+from tests.node.fleet import Fleet
+from tests.node.hub_rig import CLAIM, LIMITS, SMALL, TIMING, Make, tables
 
 
 @pytest.fixture
@@ -28,10 +29,18 @@ def make(hub: FakeHub) -> Iterator[Make]:
     def build(nbytes: int = SMALL, **options: Any) -> HubExchange:
         exchange = HubExchange(hub.invite, limits=LIMITS, timing=options.pop("timing", TIMING), **options)
         made.append(exchange)
-        exchange.join(CLAIM, nbytes)
+        exchange.join(CLAIM, tables(nbytes))
         hub.sessions.get(timeout=DEADLINE)
         return exchange
 
     yield build
     for exchange in made:
         exchange.close("test over")
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Starts coordinators and nodes, and ends them all."""
+    made = Fleet()
+    yield made
+    made.close()

@@ -13,6 +13,7 @@ from node.exchange.retry import Backoff, Timing
 from node.exchange.session import Claim
 from protos import atoll_pb2 as pb
 from protos import wire
+from protos.buckets import Bucket, BucketTable, TableSchedule
 from tests.node.fake_hub import DEADLINE, FakeHub
 
 SMALL = 192  # bytes: one chunk
@@ -21,10 +22,17 @@ LIMITS = Limits(
     wait=DEADLINE, reconnect=DEADLINE, order=DEADLINE, round=DEADLINE, transfer=DEADLINE, leave=1.0
 )
 TIMING = Timing(backoff=Backoff(first=0.01, cap=0.05))
+
+
+def tables(nbytes: int) -> TableSchedule:
+    """One table, of a contribution and a result of ``nbytes``, a multiple of 64."""
+    return TableSchedule((BucketTable((Bucket.of("w", "mean", [("w", (nbytes // 4,))]),)),))
+
+
 CLAIM = Claim(
     name="test",
     run_digest="run",
-    table_digest="table",
+    table_digest="tables",
     data_digest="data",
     dtype="float32",
     state_digest="s0",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from node import checkpoint
-from node.checkpoint import CheckpointError, Meta, find, load, save
+from node.checkpoint import CheckpointError, Meta, find, load, load_reducer, save
 from protos.digests import state_digest
 
 
@@ -73,6 +73,55 @@ def test_method_without_local_state(tmp_path: Path) -> None:
         local={},
     )
     assert load(path, run_digest="abc", shared=shared(2), local={}).round == 0
+
+
+def test_shared_state_is_announced_before_the_local_state_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    mine, momenta = shared(2), local(2)
+    seen: list[tuple[str, str]] = []
+    load(
+        path,
+        run_digest="abc",
+        shared=mine,
+        local=momenta,
+        loaded=lambda: seen.append((state_digest(mine), state_digest(momenta))),
+    )
+    assert seen == [(state_digest(shared(1)), state_digest(local(2)))]
+    assert state_digest(momenta) == state_digest(local(1))
+
+
+def test_memory_of_the_reduction_comes_back_as_it_was(tmp_path: Path) -> None:
+    memory = {"residual/w": torch.randn(7), "basis/w/basis": torch.randn(4, 2)}
+    path = save(
+        tmp_path,
+        round_index=4,
+        run_name="test",
+        run_toml="",
+        run_digest="abc",
+        shared=shared(1),
+        shared_digest=state_digest(shared(1)),
+        local=local(1),
+        reducer=memory,
+    )
+    meta = load(path, run_digest="abc", shared=shared(2), local=local(2))
+    found = load_reducer(path, meta)
+    assert found.keys() == memory.keys() and state_digest(found) == state_digest(memory)
+
+    (path / "reducer.safetensors").write_bytes((write(tmp_path, 5) / "local.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"reducer\.safetensors is damaged: its digest is"):
+        load_reducer(path, meta)
+    (path / "reducer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_reducer(path, meta)
+
+
+def test_checkpoint_without_a_memory_of_the_reduction(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    text = json.loads((path / "meta.json").read_text())
+    assert text.pop("reducer_digest") == ""  # as in checkpoints of earlier versions
+    (path / "meta.json").write_text(json.dumps(text))
+    meta = load(path, run_digest="abc", shared=shared(2), local=local(2))
+    assert load_reducer(path, meta) == {}
 
 
 def test_newest_two_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:

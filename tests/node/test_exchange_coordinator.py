@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,152 +9,29 @@ import pytest
 import torch
 
 from coordinator.result import RING_ROUNDS
-from coordinator.service import Outcome, Started, run_coordinator
 from node.events import Event, Joined, Notice, RoundDone, StateLoaded, StateSent, Stopped
 from node.exchange.base import ExchangeError, RoundOrder
 from node.exchange.hub import HubExchange
-from node.exchange.link import Limits
-from node.exchange.local import LocalExchange
-from node.exchange.retry import Backoff, Timing
 from node.exchange.session import Claim
 from node.launch import Options, join, train
 from node.model import model_on_meta
 from node.worker import Summary, Worker
 from optim.methods import build_method
 from protos.address import Address
-from protos.buckets import BucketTable
+from protos.buckets import TableSchedule
 from protos.digests import state_digest
 from protos.invite import Invite
 from protos.runfile import RunFile
+from tests.node.fleet import DEADLINE, LIMITS, TIMING, TOKEN, Fleet, Log, tiny_node, tiny_tables
 from tests.node.relay import Relay
-from tests.node.tiny import TinyData, TinyModel, run_file
-
-TOKEN = "test-token"
-DEADLINE = 60.0
-LIMITS = Limits(
-    wait=DEADLINE, reconnect=DEADLINE, order=DEADLINE, round=DEADLINE, transfer=DEADLINE, leave=2.0
-)
-TIMING = Timing(backoff=Backoff(first=0.01, cap=0.1))
-
-
-class Coordinator:
-    """The real service in a thread."""
-
-    def __init__(self, run: RunFile, table: BucketTable) -> None:
-        self._started: Future[Started] = Future()
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1)
-        self.outcome: Future[Outcome] = self._pool.submit(
-            run_coordinator,
-            run,
-            table,
-            TOKEN,
-            listen=Address("127.0.0.1", 0),
-            on_started=self._started.set_result,
-            stop_event=self._stop,
-        )
-        self.outcome.add_done_callback(self._failed)
-        self.invite = Invite(TOKEN, "127.0.0.1", self._started.result(DEADLINE).address.port)
-
-    def _failed(self, outcome: Future[Outcome]) -> None:
-        if not self._started.done():
-            self._started.set_exception(outcome.exception() or RuntimeError("the coordinator ended at once"))
-
-    def close(self) -> None:
-        self._stop.set()
-        self.outcome.exception(DEADLINE)
-        self._pool.shutdown()
-
-
-class Fleet:
-    """Starts coordinators and nodes, and ends them all."""
-
-    def __init__(self) -> None:
-        self._coordinators: list[Coordinator] = []
-        self.pool = ThreadPoolExecutor(8)
-
-    def coordinator(self, run: RunFile, table: BucketTable) -> Coordinator:
-        self._coordinators.append(Coordinator(run, table))
-        return self._coordinators[-1]
-
-    def close(self) -> None:
-        for coordinator in self._coordinators:
-            coordinator.close()
-        self.pool.shutdown()
-
-
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    made = Fleet()
-    yield made
-    made.close()
-
-
-def tiny_node(
-    run: RunFile,
-    invite: Invite,
-    name: str,
-    on_event: Any = lambda event: None,
-    data: TinyData | None = None,
-) -> Summary:
-    """One tiny node from join to stop, with a model and data that are not the run file's."""
-    model, data = TinyModel(), data or TinyData()
-    optimizer = build_method(run.method, model)
-    exchange = HubExchange(invite, limits=LIMITS, timing=TIMING, say=lambda text: on_event(Notice(text)))
-    try:
-        exchange.describe()
-        claim = Claim(
-            name=name,
-            run_digest=run.digest,
-            table_digest=optimizer.table.digest,
-            data_digest="tiny",
-            dtype="float32",
-            state_digest=state_digest(optimizer.shared_tensors()),
-            round=0,
-            weight=1,
-        )
-        admission = exchange.join(claim, optimizer.table.nbytes)
-        on_event(Joined(admission.node, exchange.address, admission.needs_state))
-        return Worker(run, model, data, optimizer, exchange, on_event=on_event).run()
-    finally:
-        exchange.close(f"{name} is done")
-
-
-def tiny_table(run: RunFile) -> BucketTable:
-    return build_method(run.method, TinyModel()).table
-
-
-class Log:
-    """Events of many nodes; a condition tells when one has come."""
-
-    def __init__(self) -> None:
-        self.events: dict[str, list[Event]] = defaultdict(list)
-        self._news = threading.Condition()
-
-    def listener(self, name: str) -> Any:
-        def listen(event: Event) -> None:
-            with self._news:
-                self.events[name].append(event)
-                self._news.notify_all()
-
-        return listen
-
-    def of(self, name: str, kind: type[Any]) -> list[Any]:
-        return [event for event in self.events[name] if isinstance(event, kind)]
-
-    def wait(self, name: str, kind: type[Any], count: int = 1) -> None:
-        self.wait_for(lambda: len(self.of(name, kind)) >= count)
-
-    def wait_for(self, holds: Callable[[], bool]) -> None:
-        with self._news:
-            assert self._news.wait_for(holds, DEADLINE)
+from tests.node.tiny import TinyData, TinyModel, alone, run_file
 
 
 @pytest.mark.parametrize(("nodes", "method"), [(3, "sign-muon"), (4, "sign-muon"), (3, "ddp-adamw")])
 def test_nodes_agree_on_every_bit_in_every_round(fleet: Fleet, nodes: int, method: str) -> None:
     rounds = 20
     run = run_file(rounds, method, nodes=nodes, evaluate_every=5)
-    coordinator = fleet.coordinator(run, tiny_table(run))
+    coordinator = fleet.coordinator(run, tiny_tables(run))
     log = Log()
     names = [f"n{index}" for index in range(nodes)]
     futures = [
@@ -195,7 +68,7 @@ class SameData(TinyData):
 def test_nodes_with_identical_batches_equal_one_without_a_network(fleet: Fleet, nodes: int) -> None:
     rounds = 8
     run = run_file(rounds, nodes=nodes)
-    coordinator = fleet.coordinator(run, tiny_table(run))
+    coordinator = fleet.coordinator(run, tiny_tables(run))
     log = Log()
     names = [f"n{index}" for index in range(nodes)]
     futures = [
@@ -206,9 +79,8 @@ def test_nodes_with_identical_batches_equal_one_without_a_network(fleet: Fleet, 
         future.result(DEADLINE)
 
     model = TinyModel()
-    local = LocalExchange(rounds=rounds, batch=run.data.batch)
     optimizer = build_method(run.method, model)
-    Worker(run, model, SameData(), optimizer, local, on_event=log.listener("local")).run()
+    Worker(run, model, SameData(), optimizer, alone(run, optimizer), on_event=log.listener("local")).run()
     expected = [event.digest for event in log.of("local", RoundDone)]
     assert len(set(expected)) == rounds
     for name in names:
@@ -217,7 +89,7 @@ def test_nodes_with_identical_batches_equal_one_without_a_network(fleet: Fleet, 
 
 def test_newcomer_loads_the_state_in_mid_run_and_stays_identical(fleet: Fleet) -> None:
     run = run_file(80, nodes=2)
-    coordinator = fleet.coordinator(run, tiny_table(run))
+    coordinator = fleet.coordinator(run, tiny_tables(run))
     log = Log()
     listen = log.listener("a")
 
@@ -248,7 +120,7 @@ def test_newcomer_loads_the_state_in_mid_run_and_stays_identical(fleet: Fleet) -
 
 def test_node_that_was_cut_off_replays_results_or_loads_the_state(fleet: Fleet) -> None:
     run = run_file(120, nodes=2)
-    coordinator = fleet.coordinator(run, tiny_table(run))
+    coordinator = fleet.coordinator(run, tiny_tables(run))
     log = Log()
     relay = Relay(coordinator.invite.port)
     listen, listen_steady = log.listener("cut"), log.listener("steady")
@@ -292,7 +164,7 @@ def test_node_that_was_cut_off_replays_results_or_loads_the_state(fleet: Fleet) 
 
 def test_node_that_leaves_does_not_stop_the_others(fleet: Fleet) -> None:
     run = run_file(30, nodes=3)
-    coordinator = fleet.coordinator(run, tiny_table(run))
+    coordinator = fleet.coordinator(run, tiny_tables(run))
     log = Log()
 
     def leaver() -> Summary:
@@ -309,14 +181,14 @@ def test_node_that_leaves_does_not_stop_the_others(fleet: Fleet) -> None:
         claim = Claim(
             "leaver",
             run.digest,
-            optimizer.table.digest,
+            optimizer.tables.digest,
             "tiny",
             "float32",
             state_digest(optimizer.shared_tensors()),
             0,
             1,
         )
-        exchange.join(claim, optimizer.table.nbytes)
+        exchange.join(claim, optimizer.tables)
         worker.append(Worker(run, model, TinyData(), optimizer, exchange, on_event=listen))
         try:
             return worker[0].run()
@@ -344,17 +216,18 @@ def small_run(**sections: Any) -> RunFile:
             "run": run,
             "model": {"d_model": 16, "layers": 1, "heads": 1, "context": 16, **sections.get("model", {})},
             "data": {"batch": 2},
+            "method": sections.get("method", {}),
         }
     )
 
 
-def small_table(run: RunFile) -> BucketTable:
-    return build_method(run.method, model_on_meta(run.model)).table
+def small_tables(run: RunFile) -> TableSchedule:
+    return build_method(run.method, model_on_meta(run.model)).tables
 
 
 def test_join_builds_the_node_from_the_run_file_and_trains(fleet: Fleet, tmp_path: Path) -> None:
     run = small_run()
-    coordinator = fleet.coordinator(run, small_table(run))
+    coordinator = fleet.coordinator(run, small_tables(run))
     log = Log()
     futures = [
         fleet.pool.submit(
@@ -368,8 +241,8 @@ def test_join_builds_the_node_from_the_run_file_and_trains(fleet: Fleet, tmp_pat
     summaries = [future.result(DEADLINE) for future in futures]
     assert len({summary.digest for summary in summaries}) == 1
     assert all(summary.done and summary.round == 4 for summary in summaries)
-    table = small_table(run)
-    assert all(table.nbytes * 4 < summary.bytes_up < table.nbytes * 4 + 4000 for summary in summaries)
+    nbytes = small_tables(run).nbytes
+    assert all(nbytes * 4 < summary.bytes_up < nbytes * 4 + 4000 for summary in summaries)
     assert sorted(log.of(name, Joined)[0].node for name in ("a", "b")) == ["node-0", "node-1"]
     assert "metrics are served at http://127.0.0.1:" in log.of("a", Notice)[0].text
     assert log.of("a", Stopped)[0].done
@@ -378,16 +251,16 @@ def test_join_builds_the_node_from_the_run_file_and_trains(fleet: Fleet, tmp_pat
 
 def test_node_that_lays_the_model_out_differently_is_told_both_digests(fleet: Fleet) -> None:
     run = small_run()
-    other = small_table(small_run(model={"layers": 2}))
+    other = small_tables(small_run(model={"layers": 2}))
     coordinator = fleet.coordinator(run, other)
     with pytest.raises(ExchangeError) as caught:
         join(coordinator.invite, Options(wait=DEADLINE))
-    assert other.digest in str(caught.value) and small_table(run).digest in str(caught.value)
+    assert other.digest in str(caught.value) and small_tables(run).digest in str(caught.value)
 
 
 def test_node_with_other_data_is_refused_with_both_digests(fleet: Fleet, tmp_path: Path) -> None:
     run = small_run()
-    coordinator = fleet.coordinator(run, small_table(run))
+    coordinator = fleet.coordinator(run, small_tables(run))
     text = tmp_path / "other.txt"
     text.write_text("another text " * 500)
     log = Log()
@@ -401,8 +274,17 @@ def test_node_with_other_data_is_refused_with_both_digests(fleet: Fleet, tmp_pat
     assert not first.result(DEADLINE).done
 
 
-def test_train_alone_saves_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    run = small_run(run={"rounds": 6})
+@pytest.mark.parametrize(
+    "method",
+    [
+        {},
+        {"name": "lordo", "local_steps": 2, "rank": 2},
+        {"name": "muloco", "local_steps": 4, "fragments": 2, "overlap": 1},
+    ],
+    ids=["sign-muon", "lordo", "streaming"],
+)
+def test_train_alone_saves_and_resumes_to_the_same_bits(method: dict[str, Any], tmp_path: Path) -> None:
+    run = small_run(run={"rounds": 6}, method=method)
     log = Log()
     whole = train(run, Options(save=tmp_path, save_every=2, device="cpu"), log.listener("whole"))
     digests = {event.round: event.digest for event in log.of("whole", RoundDone)}
@@ -416,16 +298,16 @@ def test_train_alone_saves_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
 def test_hub_result_buffer_is_used_again(fleet: Fleet) -> None:
     run = run_file(3, nodes=1)
-    table = tiny_table(run)
-    coordinator = fleet.coordinator(run, table)
+    tables = tiny_tables(run)
+    coordinator = fleet.coordinator(run, tables)
     exchange = HubExchange(coordinator.invite, limits=LIMITS, timing=TIMING)
     try:
-        exchange.join(Claim("n", run.digest, table.digest, "tiny", "float32", "state", 0, 1), table.nbytes)
+        exchange.join(Claim("n", run.digest, tables.digest, "tiny", "float32", "state", 0, 1), tables)
         addresses = set()
         for _ in range(3):
             order = exchange.next_order()
             assert isinstance(order, RoundOrder)
-            result = exchange.reduce(order, torch.zeros(table.nbytes, dtype=torch.uint8))
+            result = exchange.reduce(order, torch.zeros(tables.nbytes, dtype=torch.uint8))
             assert result.payload is not None
             addresses.add(result.payload.data_ptr())
         assert len(addresses) == 1

@@ -8,16 +8,15 @@ import grpc
 import pytest
 import torch
 
-from node.exchange.base import (
-    RoundOrder,
-)
+from node.exchange.base import RoundOrder
 from node.exchange.hub import HubExchange
 from node.exchange.meter import MESSAGE_PREFIX_BYTES
 from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
+from protos.buckets import Bucket, BucketTable, TableSchedule
 from protos.invite import Invite
-from tests.node.fake_hub import ExchangeStream, FakeHub, Upload
+from tests.node.fake_hub import DEADLINE, ExchangeStream, FakeHub, Upload
 from tests.node.hub_rig import (
     CLAIM,
     LARGE,
@@ -27,6 +26,7 @@ from tests.node.hub_rig import (
     FakeClock,
     Make,
     pattern,
+    tables,
     take_part,
 )
 
@@ -56,11 +56,43 @@ def test_round_sends_the_payload_and_returns_the_committed_result(
     assert upload.payload == mine.numpy().tobytes()
     assert upload.end.payload_digest == wire.payload_digest(upload.payload)
     header = upload.header
-    assert (header.round, header.epoch, header.table_digest) == (4, 7, "table")
+    assert (header.round, header.epoch, header.table_digest) == (4, 7, tables(nbytes).of(4).digest)
     assert (header.nbytes, header.weight, header.abstain) == (nbytes, 3, False)
     assert result.payload is not None and torch.equal(result.payload, theirs)
     assert (result.round, result.voters, result.weights) == (4, ("node-0", "node-2"), (3, 1))
     assert (result.counted, result.agreement) == (True, 0.75)
+
+
+def test_each_round_has_the_sizes_and_the_digest_of_its_own_table(hub: FakeHub) -> None:
+    coarse = BucketTable((Bucket.of("a", "mean", [("a", (64,))], codec="fp32", result="int8"),))
+    fine = BucketTable((Bucket.of("b", "mean", [("b", (160,))], codec="int8", result="fp32"),))
+    schedule = TableSchedule((coarse, fine), (0, 1))
+    assert coarse.nbytes > coarse.result_nbytes and fine.nbytes < fine.result_nbytes
+    headers: list[pb.ContributionHeader] = []
+
+    async def script(stream: ExchangeStream) -> None:
+        upload = await stream.upload()
+        headers.append(upload.header)
+        result = pattern(schedule.of(upload.header.round).result_nbytes, upload.header.round)
+        await stream.chunks(result.numpy().tobytes())
+        await stream.commit(upload.header.round, result.numpy().tobytes())
+
+    hub.exchange = script
+    exchange = HubExchange(hub.invite, limits=LIMITS, timing=TIMING)
+    try:
+        exchange.join(CLAIM, schedule)
+        hub.sessions.get(timeout=DEADLINE)
+        for round_index in range(4):
+            table = schedule.of(round_index)
+            result = take_part(hub, exchange, pattern(table.nbytes), round_index=round_index)
+            assert result.payload is not None
+            assert torch.equal(result.payload, pattern(table.result_nbytes, round_index))
+            header = headers[-1]
+            assert (header.table_digest, header.nbytes) == (table.digest, table.nbytes)
+        with pytest.raises(ValueError, match=r"of round 4 must be uint8\[256\]"):
+            take_part(hub, exchange, pattern(fine.nbytes), round_index=4)
+    finally:
+        exchange.close("test over")
 
 
 def test_meter_counts_every_byte_of_a_round(hub: FakeHub, make: Make) -> None:
@@ -133,7 +165,7 @@ def test_late_node_gets_the_stored_result_uncounted(hub: FakeHub, make: Make) ->
 
 
 def test_payload_of_another_size_is_not_sent(hub: FakeHub, make: Make) -> None:
-    with pytest.raises(ValueError, match=r"must be uint8\[192\]"):
+    with pytest.raises(ValueError, match=r"of round 0 must be uint8\[192\]"):
         take_part(hub, make(), pattern(SMALL + 64))
 
 
@@ -260,7 +292,7 @@ def test_refused_join_shows_the_coordinators_text(hub: FakeHub) -> None:
     exchange = HubExchange(hub.invite, limits=LIMITS, timing=TIMING)
     try:
         with pytest.raises(Trouble, match="this node is aaa, this run's is bbb"):
-            exchange.join(CLAIM, SMALL)
+            exchange.join(CLAIM, tables(SMALL))
     finally:
         exchange.close("refused")
 

@@ -18,6 +18,7 @@ from node.exchange.base import (
     WorkReport,
 )
 from node.exchange.hub import HubExchange
+from node.exchange.in_flight import InFlight
 from node.exchange.link import Limits
 from node.exchange.retry import Backoff
 from node.exchange.trouble import Kind, RoundLost, Trouble
@@ -34,6 +35,7 @@ from tests.node.hub_rig import (
     next_message,
     pattern,
     report,
+    tables,
     take_part,
 )
 
@@ -138,7 +140,7 @@ def test_ipv6_address() -> None:
     try:
         assert exchange.address == f"[::1]:{hub.port}"
         assert exchange.describe().run_file == "x"
-        assert exchange.join(CLAIM, SMALL).node == "node-0"
+        assert exchange.join(CLAIM, tables(SMALL)).node == "node-0"
     finally:
         exchange.close("done")
         hub.close()
@@ -293,6 +295,27 @@ def test_stop_in_mid_round_ends_the_wait_for_its_commit(hub: FakeHub, make: Make
         take_part(hub, exchange, pattern(SMALL))
     thread.join(DEADLINE)
     assert exchange.next_order() == StopOrder(False, "digests differ: aaa and bbb", False)
+
+
+def test_closing_ends_a_reduction_that_another_thread_waits_for(hub: FakeHub, make: Make) -> None:
+    arrived = threading.Event()
+
+    async def script(stream: ExchangeStream) -> None:
+        await stream.upload()
+        arrived.set()
+        await stream.context.read()
+        await stream.context.read()
+
+    hub.exchange = script
+    exchange = make()
+    hub.open_round(0)
+    order = exchange.next_order()
+    assert isinstance(order, RoundOrder)
+    flight = InFlight(lambda: exchange.reduce(order, pattern(SMALL)), "in-flight")
+    assert arrived.wait(DEADLINE)
+    exchange.close("interrupted by its user")  # the fake coordinator keeps the network thread in use
+    with pytest.raises(ExchangeError, match="round 0 was cut short: the exchange has been closed"):
+        flight.result()
 
 
 def test_ctrl_c_ends_a_wait_and_closing_leaves_no_thread(hub: FakeHub, make: Make) -> None:

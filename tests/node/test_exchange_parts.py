@@ -1,4 +1,4 @@
-"""The parts of an exchange that need no network: results, tensor streams, retries, texts, meter, local."""
+"""The parts of an exchange that need no network: results, tensor streams, retries, texts, meter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.base import ExchangeError, RoundOrder, StopOrder
-from node.exchange.local import LocalExchange
 from node.exchange.meter import DIRECTIONS, KINDS, MESSAGE_PREFIX_BYTES, Meter
 from node.exchange.result import ResultAssembly
 from node.exchange.retry import Backoff, Patience, Timing, persist, within
@@ -265,7 +263,7 @@ def test_ipv6_host_is_named_without_brackets() -> None:
     assert "'::1'" in str(found)
 
 
-# --------------------------------------------------------------------------- meter, local
+# --------------------------------------------------------------------------- meter
 
 
 def test_meter_adds_the_prefix_of_every_message_and_tells_its_listener() -> None:
@@ -283,45 +281,3 @@ def test_meter_adds_the_prefix_of_every_message_and_tells_its_listener() -> None
     assert set(counts) == {(direction, kind) for direction in DIRECTIONS for kind in KINDS}
     counts["up", "state"] = 9
     assert meter.counts()["up", "state"] == 0
-
-
-def local_orders(exchange: LocalExchange) -> list[RoundOrder]:
-    orders = []
-    while isinstance(order := exchange.next_order(), RoundOrder):
-        assert exchange.next_order() == order  # asking again changes nothing
-        orders.append(order)
-        exchange.reduce(order, torch.zeros(64, dtype=torch.uint8))
-    assert isinstance(order, StopOrder) and order.done and order.reason == "all 7 rounds are done"
-    return orders
-
-
-def test_local_exchange_gives_the_orders_of_a_coordinator() -> None:
-    orders = local_orders(LocalExchange(rounds=7, batch=3, evaluate_every=2))
-    assert [order.round for order in orders] == list(range(7))
-    assert [(order.lease_start, order.lease_count) for order in orders] == [(3 * r, 3) for r in range(7)]
-    assert [order.round for order in orders if order.evaluate] == [1, 3, 5, 6]
-    assert local_orders(LocalExchange(rounds=7, batch=3, evaluate_every=2, start=4)) == orders[4:]
-    assert [o.round for o in local_orders(LocalExchange(rounds=7, batch=3)) if o.evaluate] == [6]
-
-
-def test_local_result_is_the_payload_and_an_abstention_has_none() -> None:
-    exchange = LocalExchange(rounds=2, batch=1)
-    payload = torch.arange(64, dtype=torch.uint8)
-    order = exchange.next_order()
-    assert isinstance(order, RoundOrder)
-    result = exchange.reduce(order, payload)
-    assert result.payload is payload and result.counted and result.voters == ("node-0",)
-    with pytest.raises(ExchangeError, match="round 0 was contributed to, round 1 is open"):
-        exchange.reduce(order, payload)
-    order = exchange.next_order()
-    assert isinstance(order, RoundOrder)
-    result = exchange.reduce(order, None, "not finite")
-    assert result.payload is None and not result.counted and result.reason == "no voters: not finite"
-    assert exchange.bytes_counted() == (0, 0)
-
-
-def test_local_exchange_refuses_impossible_runs() -> None:
-    with pytest.raises(ValueError, match="cannot start at round 8"):
-        LocalExchange(rounds=7, batch=1, start=8)
-    with pytest.raises(ValueError, match="at least one sample"):
-        LocalExchange(rounds=7, batch=0)

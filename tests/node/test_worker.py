@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from node.checkpoint import Saving, find, load
+from node.clocks import Clocks
 from node.events import (
     Abstained,
     Evaluated,
@@ -18,8 +19,6 @@ from node.events import (
     Stopped,
 )
 from node.exchange.base import RoundOrder, RoundResult, StopOrder
-from node.exchange.local import LocalExchange
-from node.worker import Clocks
 from optim.methods import build_method
 from protos.digests import state_digest
 from tests.node.tiny import (
@@ -29,6 +28,7 @@ from tests.node.tiny import (
     ScriptedExchange,
     TinyData,
     TinyModel,
+    alone,
     equal,
     opened,
     payload_of_round_0,
@@ -97,7 +97,8 @@ def test_resumed_run_equals_the_uninterrupted_one(method: str, tmp_path: Path) -
     whole = Node(run)
     whole.run()
 
-    first = Node(run, LocalExchange(rounds=5, batch=BATCH), saving=Saving(tmp_path))
+    first = Node(run, saving=Saving(tmp_path))
+    first.worker._exchange = alone(run, first.optimizer, rounds=5)
     assert first.run().round == 5
     assert [event.round for event in first.of(Saved)] == [5]
 

@@ -21,8 +21,8 @@ from node.exchange.base import (
 )
 from node.exchange.local import LocalExchange
 from node.worker import Worker
-from optim.exchanged import ExchangedOptimizer
 from optim.methods import build_method
+from optim.round_optimizer import RoundOptimizer
 from optim.schedules import factor
 from protos.runfile import RunFile
 
@@ -69,8 +69,10 @@ class TinyData:
         return torch.randint(0, VOCAB, (CONTEXT + 1,), generator=generator)
 
 
-def run_file(rounds: int = 8, method: str = "sign-muon", **run: Any) -> RunFile:
-    """A run file whose model and data sections are not used."""
+def run_file(
+    rounds: int = 8, method: str = "sign-muon", settings: Mapping[str, Any] | None = None, **run: Any
+) -> RunFile:
+    """A run file whose model and data sections are not used; ``settings`` are those of the method."""
     return RunFile.model_validate(
         {
             "run": {
@@ -82,7 +84,7 @@ def run_file(rounds: int = 8, method: str = "sign-muon", **run: Any) -> RunFile:
                 **run,
             },
             "data": {"batch": BATCH},
-            "method": {"name": method, "warmup": 2},
+            "method": {"name": method, "warmup": min(2, rounds - 1), **(settings or {})},
         }
     )
 
@@ -133,6 +135,9 @@ class ScriptedExchange:
     def ready(self, round_index: int, state_digest: str) -> None:
         self.readies.append((round_index, state_digest))
 
+    def reducer_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
     def bytes_counted(self) -> tuple[int, int]:
         return 11, 22
 
@@ -152,6 +157,26 @@ def opened(round_index: int, **changes: Any) -> RoundOrder:
     return RoundOrder(round=round_index, **{**values, **changes})
 
 
+def alone(
+    run: RunFile,
+    optimizer: RoundOptimizer,
+    *,
+    start: int = 0,
+    rounds: int | None = None,
+    reducer: Mapping[str, torch.Tensor] | None = None,
+) -> LocalExchange:
+    """The local exchange of a run, or of its first ``rounds``; from ``start`` with ``reducer``."""
+    return LocalExchange(
+        optimizer.tables,
+        rounds=run.run.rounds if rounds is None else rounds,
+        batch=run.data.batch,
+        micro_steps=optimizer.micro_steps,
+        evaluate_every=run.run.evaluate_every,
+        start=start,
+        reducer=reducer,
+    )
+
+
 STOP = StopOrder(True, "all rounds are done", False)
 
 
@@ -161,11 +186,11 @@ class Node:
     def __init__(self, run: RunFile, exchange: Any = None, *, start: int = 0, **options: Any) -> None:
         self.model = options.pop("model", None) or TinyModel()
         self.data = options.pop("data", None) or TinyData()
-        self.optimizer: ExchangedOptimizer = build_method(run.method, self.model)
-        self.events: list[Event] = []
-        self.exchange = exchange or LocalExchange(
-            rounds=run.run.rounds, batch=run.data.batch, evaluate_every=run.run.evaluate_every, start=start
+        self.optimizer: RoundOptimizer = options.pop("optimizer", None) or build_method(
+            run.method, self.model
         )
+        self.events: list[Event] = []
+        self.exchange = exchange or alone(run, self.optimizer, start=start)
         self.worker = Worker(
             run,
             self.model,
@@ -203,6 +228,6 @@ def payload_of_round_0(run: RunFile) -> torch.Tensor:
     model = TinyModel()
     optimizer = build_method(run.method, model)
     model.loss(TinyData().batch(500, BATCH, 3)).backward()
-    payload = torch.empty(optimizer.table.nbytes, dtype=torch.uint8)
+    payload = torch.empty(optimizer.tables.nbytes, dtype=torch.uint8)
     assert optimizer.propose(0, payload)
     return payload

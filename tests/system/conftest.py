@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ context = 16
 batch = 1
 [method]
 name = "{method}"
+{settings}
 [round]
 deadline = "{deadline}"
 start_timeout = "100s"
@@ -66,14 +67,21 @@ class Bed:
         nodes: int,
         rounds: int,
         method: str = "sign-muon",
+        settings: Mapping[str, object] | None = None,
         deadline: str = "60s",
         listen: str = "127.0.0.1:0",
     ) -> None:
-        """Start the coordinator and wait for its invite."""
+        """Start the coordinator and wait for its invite; ``settings`` are the method's, whole numbers."""
         run_file = self.folder / "run.toml"
-        run_file.write_text(
-            RUN_FILE.format(nodes=nodes, rounds=rounds, method=method, deadline=deadline, listen=listen)
-        )
+        values = {
+            "nodes": nodes,
+            "rounds": rounds,
+            "method": method,
+            "settings": "\n".join(f"{key} = {value}" for key, value in (settings or {}).items()),
+            "deadline": deadline,
+            "listen": listen,
+        }
+        run_file.write_text(RUN_FILE.format_map(values))
         invite = self.folder / "invite"
         self.coordinator = self._start(
             "coordinator", "coordinator", str(run_file), "--invite-file", str(invite)

@@ -11,7 +11,11 @@ import torch
 from node.exchange.base import DonateOrder, LoadOrder, RoundOrder
 from node.exchange.hub import HubExchange
 from node.exchange.session import Claim
+from node.model import model_on_meta
+from optim.methods import build_method
+from protos.buckets import TableSchedule
 from protos.invite import Invite
+from protos.runfile import RunFile
 
 MEBIBYTE = 1 << 20
 PIECE = 64 * MEBIBYTE
@@ -36,6 +40,11 @@ def claim(exchange: HubExchange, name: str) -> Claim:
     return Claim(name, run.run_digest, run.table_digest, "d" * 64, "float32", "a" * 32, 0, 1)
 
 
+def tables_of(exchange: HubExchange) -> TableSchedule:
+    run = RunFile.parse(exchange.describe().run_file)
+    return build_method(run.method, model_on_meta(run.model)).tables
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
@@ -52,10 +61,11 @@ def test_a_state_of_5_gb_passes_with_less_than_200_mb(bed):
 
     donor, joiner = HubExchange(Invite.parse(bed.invite)), HubExchange(Invite.parse(bed.invite))
     try:
-        donor.join(claim(donor, "donor"), 1 << 16)
+        tables = tables_of(donor)
+        donor.join(claim(donor, "donor"), tables)
         order = donor.next_order()
         assert isinstance(order, RoundOrder) and order.round == 0
-        joiner.join(claim(joiner, "joiner"), 1 << 16)
+        joiner.join(claim(joiner, "joiner"), tables)
         donor.reduce(order, None, "this test only moves the state")
         give, take = donor.next_order(), joiner.next_order()
         while isinstance(give, RoundOrder):  # the joiner may have come after the next round was opened
