@@ -1,4 +1,4 @@
-"""What a run file comes to: its effective values, and the bytes that its rounds will cost."""
+"""What a run file comes to: its effective values, the bytes of its rounds, its optimizer's memory."""
 
 from __future__ import annotations
 
@@ -11,42 +11,26 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from deploy.costs import Costs
+from deploy.memory import StateBytes
 from deploy.ring import Traffic
 from deploy.table import facts
-from protos.buckets import BucketTable
 from protos.units import format_bytes
 
 if TYPE_CHECKING:
     from protos.runfile import RunFile
     from protos.runfile_text import Setting
 
-KINDS = {"majority": "1-bit votes, majority", "mean": "fp32, mean"}
+
+def traffic(runfile: RunFile, costs: Costs) -> Traffic:
+    """Payload of a step at one node: that of a round, shared out to its steps."""
+    up, down = costs.bytes_up / costs.steps, costs.bytes_down / costs.steps
+    return Traffic(costs.parameters, runfile.run.nodes, up, down)
 
 
-def bucket_table(runfile: RunFile) -> BucketTable:
-    """The table of the run's model and method, from shapes alone. Imports torch.
-
-    Raises:
-        ModelError, RoleError: a model or method that cannot be built.
-    """
-    from node.model import model_on_meta
-    from optim.methods import build_method
-
-    return build_method(runfile.method, model_on_meta(runfile.model)).table
-
-
-def traffic(runfile: RunFile, table: BucketTable) -> Traffic:
-    """Payload of a round at one node."""
-    return Traffic(table.elements, runfile.run.nodes, table.nbytes, table.nbytes)
-
-
-def kinds(table: BucketTable) -> list[tuple[str, int, int]]:
-    """Parameters and payload bytes of each kind of bucket: ``(reduce, parameters, bytes)``."""
-    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for bucket in table.buckets:
-        sums[bucket.reduce][0] += bucket.elements
-        sums[bucket.reduce][1] += bucket.nbytes
-    return [(reduce, elements, nbytes) for reduce, (elements, nbytes) in sorted(sums.items())]
+def round_tokens(runfile: RunFile, costs: Costs) -> int:
+    """Tokens that a node reads in a round."""
+    return costs.steps * runfile.data.batch * runfile.model.context
 
 
 def values_table(settings: Iterable[Setting]) -> Table:
@@ -66,65 +50,118 @@ def values_table(settings: Iterable[Setting]) -> Table:
     return table
 
 
-def bytes_view(runfile: RunFile, table: BucketTable) -> RenderableType:
-    """Bytes of a round and of the run at one node, beside a ring's, and the share of each kind of bucket."""
-    one, rounds = traffic(runfile, table), runfile.run.rounds
+def bytes_view(runfile: RunFile, costs: Costs) -> RenderableType:
+    """Steps, bytes and memory at one node, beside an fp32 ring's bytes, and what the bytes consist of."""
+    one, rounds, nodes = traffic(runfile, costs), runfile.run.rounds, runfile.run.nodes
+    tokens = round_tokens(runfile, costs)
     ring = "needs two nodes"
-    if one.nodes > 1:
-        ring = (
-            f"{format_bytes(one.ring_up)} each way between {one.nodes} nodes, {one.ratio:.1f} times as much"
-        )
+    if nodes > 1:
+        ring = f"{format_bytes(one.ring_up)} each way between {nodes} nodes, {one.ratio:.1f} times as much"
     hub = f"{format_bytes(4 * one.parameters)} each way, {one.hub_ratio:.1f} times as much"
     rows: list[tuple[str, RenderableType]] = [
-        ("parameters that travel", f"{one.parameters:,} in {len(table.buckets)} buckets"),
-        ("sent by a node", f"{format_bytes(one.up)} ({8 * one.up / one.parameters:.3f} bits a parameter)"),
-        ("received by a node", f"{format_bytes(one.down)}, framing adds less than 1 %"),
-        ("an fp32 ring all-reduce", ring),
+        ("parameters", f"{one.parameters:,}"),
+        ("a round", f"{_steps(costs.steps)}: {tokens:,} tokens a node, {nodes * tokens:,} in all"),
+        ("sent by a node", _flow(costs.bytes_up, costs)),
+        ("received by a node", f"{_flow(costs.bytes_down, costs)}; framing adds less than 1 %"),
+    ]
+    if len(costs.tables.tables) > 1:
+        up, down = costs.tables.nbytes, costs.tables.result_nbytes
+        when = f"one of {len(costs.tables.cycle)} rounds"
+        if runfile.method.fragments > 1:
+            when = f"{runfile.method.fragments} fragments in turn"
+        rows.append(("largest round", f"{format_bytes(up)} sent, {format_bytes(down)} received; {when}"))
+    sent, received = rounds * costs.bytes_up, rounds * costs.bytes_down
+    both = f"{format_bytes(sent)} each way"
+    if sent != received:
+        both = f"{format_bytes(sent)} sent, {format_bytes(received)} received"
+    rows += [
+        ("an fp32 ring in every step", ring),
         ("fp32 by way of a hub", hub),
-        ("the whole run", f"{format_bytes(rounds * one.up)} each way and node in {rounds:,} rounds"),
+        ("the whole run", f"{both} by a node in {rounds:,} rounds"),
+        ("optimizer state", memory_text(costs.state, costs.parameters)),
     ]
     shares = Table(box=box.SIMPLE_HEAD, title="what travels", title_justify="left", title_style="bold")
     shares.add_column("kind")
-    for name in ("parameters", "share", "bytes a round", "share"):
+    for name in ("entries a round", "sent a round", "share", "received a round"):
         shares.add_column(name, justify="right")
-    for reduce, elements, nbytes in kinds(table):
+    for kind in costs.kinds:
         shares.add_row(
-            KINDS[reduce],
-            f"{elements:,}",
-            f"{100 * elements / table.elements:.1f} %",
-            format_bytes(nbytes),
-            f"{100 * nbytes / table.nbytes:.1f} %",
+            Text(kind.text),
+            f"{kind.entries:,.0f}" if kind.bytes_up else "",
+            format_bytes(kind.bytes_up),
+            f"{100 * kind.bytes_up / costs.bytes_up:.1f} %",
+            format_bytes(kind.bytes_down),
         )
-    return Group(facts(rows, title="bytes of a round"), "", shares)
+    return Group(facts(rows, title="a round"), "", shares)
 
 
-def as_json(
-    runfile: RunFile, settings: Iterable[Setting], table: BucketTable, advice: list[str]
-) -> dict[str, Any]:
+def _steps(count: int) -> str:
+    return f"{count:,} steps" if count > 1 else "1 step"
+
+
+def _flow(nbytes: float, costs: Costs) -> str:
+    """Bytes of a round one way, and what that is for a step and a parameter."""
+    bits = 8 * nbytes / costs.steps / costs.parameters
+    each = f"{format_bytes(nbytes / costs.steps)} a step, " if costs.steps > 1 else ""
+    return f"{format_bytes(nbytes)} a round ({each}{bits:.3f} bits a parameter and step)"
+
+
+def memory_text(state: StateBytes, parameters: int) -> str:
+    """State of an optimizer in words."""
+    text = f"{state.device / parameters:.2f} bytes a parameter"
+    if not state.known:
+        text += " and what the class of torch.optim keeps"
+    if state.host:
+        text += f", and {state.host / parameters:.2f} in host memory"
+    return f"{text} ({format_bytes(state.device + state.host)})"
+
+
+def as_json(runfile: RunFile, settings: Iterable[Setting], costs: Costs, advice: list[str]) -> dict[str, Any]:
     """The same for programs."""
-    one = traffic(runfile, table)
+    one = traffic(runfile, costs)
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     defaults: list[str] = []
     for setting in settings:
         values[setting.section][setting.key] = setting.value
         if setting.is_default:
             defaults.append(f"{setting.section}.{setting.key}")
+    tokens = round_tokens(runfile, costs)
     return {
         "digest": runfile.digest,
-        "table_digest": table.digest,
+        "table_digest": costs.tables.digest,
         "values": dict(values),
         "defaults": defaults,
         "advice": advice,
         "round": {
             "parameters": one.parameters,
             "nodes": one.nodes,
-            "bytes_up": table.nbytes,
-            "bytes_down": table.nbytes,
-            "bits_per_parameter_up": 8 * one.up / one.parameters,
-            "bits_per_parameter_down": 8 * one.down / one.parameters,
-            "ring_fp32_bytes_up": one.ring_up,
+            "steps": costs.steps,
+            "tokens_node": tokens,
+            "tokens": tokens * one.nodes,
+            "bytes_up": costs.bytes_up,
+            "bytes_down": costs.bytes_down,
+            "largest_bytes_up": costs.tables.nbytes,
+            "largest_bytes_down": costs.tables.result_nbytes,
+            "bits_per_parameter_step_up": 8 * one.up / one.parameters,
+            "bits_per_parameter_step_down": 8 * one.down / one.parameters,
+            "ring_fp32_step_bytes_up": one.ring_up,
             "ring_fp32_ratio": one.ratio,
             "hub_fp32_ratio": one.hub_ratio,
-            "kinds": {r: {"parameters": elements, "bytes": nbytes} for r, elements, nbytes in kinds(table)},
+            "kinds": [
+                {
+                    "reduce": kind.reduce,
+                    "codec": kind.codec,
+                    "result": kind.result,
+                    "entries": kind.entries,
+                    "bytes_up": kind.bytes_up,
+                    "bytes_down": kind.bytes_down,
+                }
+                for kind in costs.kinds
+            ],
+        },
+        "state": {
+            "device_bytes": costs.state.device,
+            "host_bytes": costs.state.host,
+            "complete": costs.state.known,
         },
     }

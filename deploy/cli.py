@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deploy.errors import UserError, message
+from deploy.cli_plan import plan
+from deploy.cli_run import run_app
+from deploy.errors import message
 from deploy.options import (
     DataOption,
     DeviceOption,
     EventsOption,
     InviteText,
     Json,
+    MethodOption,
     MetricsOption,
     Quiet,
     ResumeOption,
@@ -35,10 +37,9 @@ from deploy.options import (
     ThreadsOption,
 )
 from deploy.processes import follow_parent
+from deploy.terminal import console as _console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from node.events import Listener
     from protos.address import Address
 
@@ -74,7 +75,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train one model across islands of GPUs joined by thin links.",
 )
-run_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write and check run files.")
 app.add_typer(run_app, name="run")
 
 
@@ -104,66 +104,6 @@ def _options(
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-
-
-@run_app.command("init", epilog="Example: atoll run init run.toml --method sign-muon --nodes 4")
-def run_init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it; - for stdout.")] = Path(
-        "run.toml"
-    ),
-    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    method: Annotated[str | None, typer.Option(help="sign-muon, signum, ddp-muon or ddp-adamw.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes to wait for before round 0.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences that each node reads in a round.")] = None,
-    source: Annotated[str | None, typer.Option(help="The text: 'shakespeare', a file, a folder.")] = None,
-    set_: Sets = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
-) -> None:
-    """Write a commented run file."""
-    from deploy.preset import merged, with_values
-    from protos.runfile_text import example_toml
-
-    options = {
-        ("run", "name"): name,
-        ("method", "name"): method,
-        ("run", "nodes"): nodes,
-        ("run", "rounds"): rounds,
-        ("data", "batch"): batch,
-        ("data", "source"): source,
-    }
-    text = with_values(example_toml(), merged(options, set_ or []), str(file))
-    if str(file) == "-":
-        typer.echo(text, nl=False)
-        return
-    try:
-        with file.open("w" if force else "x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError:
-        raise UserError(f"{file} exists already; give --force to overwrite it, or another name") from None
-    typer.echo(f"wrote {file}; 'atoll run check {file}' shows what it comes to")
-
-
-@run_app.command("check", epilog="Example: atoll run check run.toml --json")
-def run_check(file: RunFilePath, as_json: Json = False) -> None:
-    """Check a run file and show its values and the bytes of a round."""
-    from protos.runfile import RunFile
-    from protos.runfile_text import advice, describe
-
-    runfile = RunFile.load(file)
-    from deploy import check
-
-    settings, sentences = describe(runfile), advice(runfile)
-    if as_json:
-        values = check.as_json(runfile, settings, check.bucket_table(runfile), sentences)
-        typer.echo(json.dumps(values, indent=2, allow_nan=False))
-        return
-    console = _console()
-    console.print(check.values_table(settings))
-    console.print(check.bytes_view(runfile, check.bucket_table(runfile)))
-    for sentence in sentences:
-        console.print(f"note: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{file} is fine; digest {runfile.digest}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(
@@ -331,9 +271,11 @@ def demo(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Logs, picture, numbers and checkpoint go there.")
     ] = Path("atoll-demo"),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to train.")] = 256,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds to train; 256 steps of each node if not given.")
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Node processes.")] = 3,
-    method: Annotated[str, typer.Option(help="sign-muon, signum, ddp-muon or ddp-adamw.")] = "sign-muon",
+    method: MethodOption = "sign-muon",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the coordinator; 0 takes a free one.")] = 0,
     baseline: Annotated[bool, typer.Option(help="Also train one Muon process on the same tokens.")] = True,
     set_: Sets = None,
@@ -361,6 +303,53 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command(
+    "compare", epilog="Example: atoll compare run.toml sign-muon muloco-1bit --seeds 3 --out compared"
+)
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run files, or methods by name; these take everything else from the first file.",
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Seeds 0, 1, ... of weights and data.")] = 3,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens that all nodes of a run read together; those of the first file if not given."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=1024, help="Processes, of one thread each.")] = 2,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Numbers and pictures go there; finished runs are kept.")
+    ] = Path("atoll-compare"),
+    set_: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate runs on equal tokens, and compare their losses and bytes. May be stopped and started again."""
+    from deploy.compare_command import Options, compare_runs, show
+    from deploy.preset import merged
+    from deploy.processes import unwinding_signals
+
+    options = Options(
+        names=runs, out=out, seeds=seeds, tokens=tokens, jobs=jobs, values=merged({}, set_ or [])
+    )
+    with unwinding_signals():
+        comparison = compare_runs(options, _console(stderr=True))
+    if as_json:
+        typer.echo(json.dumps(comparison.to_json(curves=False), allow_nan=False))
+    else:
+        show(comparison, out, _console())
+
+
+app.command(
+    "plan",
+    epilog="Example: atoll plan --params 720M --nodes 8 --uplink 1gbit --step-time 2s",
+)(plan)
+
+
 @app.command("status", epilog="Example: atoll status atoll://TOKEN@gpu1.example.org:4600 --watch")
 def status(
     invite: InviteText,
@@ -384,14 +373,6 @@ def status(
         typer.echo(json.dumps(plain(reply), allow_nan=False))
     else:
         _console().print(status_view(reply))
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    # Pipes and logs get whole lines: rich would fold them at 80 columns.
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 160)
 
 
 def main() -> None:

@@ -20,14 +20,13 @@ from deploy import demo_results, demo_view
 from deploy.demo_results import Course, EventReader, Results
 from deploy.errors import UserError
 from deploy.history import History
-from deploy.preset import Key, with_values
+from deploy.preset import Key, run_text
 from deploy.processes import Child, Children, ProcessError
 from deploy.progress import round_line
 from deploy.status import StatusClient, StatusError
 from node.events import RoundDone
 from protos.invite import Invite
 from protos.runfile import RunFile
-from protos.runfile_text import example_toml
 from protos.sections import DataConfig
 
 ROOT = Path(__file__).resolve().parents[1]  # where `python -m deploy.cli` finds this package
@@ -50,15 +49,21 @@ VALUES: dict[Key, Any] = {
     ("data", "batch"): 16,
 }
 BASELINE_METHOD = "ddp-muon"
+STEPS = 256  # of every node, where the number of rounds is left open
+CHECKS = 12  # validation losses on the way
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to train and where to put it. ``values`` are further values of the run file."""
+    """What to train and where to put it.
+
+    ``rounds`` are as many as make :data:`STEPS` steps where ``None``; ``values`` are further values of the
+    run file.
+    """
 
     out: Path
     nodes: int = 3
-    rounds: int = 256
+    rounds: int | None = None
     method: str = "sign-muon"
     port: int = 0
     baseline: bool = True
@@ -115,29 +120,35 @@ class Files:
 
 
 def run_files(options: Options) -> tuple[str, str]:
-    """The run file of the votes and of the single process that reads the same tokens.
+    """The run file of the nodes and of the single process that reads the same tokens.
 
     Raises:
         RunFileError: values that break a rule.
     """
     values = {
         **VALUES,
-        ("run", "rounds"): options.rounds,
+        ("run", "rounds"): options.rounds or STEPS,
         ("run", "nodes"): options.nodes,
-        ("run", "evaluate_every"): max(1, options.rounds // 12),
         ("method", "name"): options.method,
         **options.values,
     }
-    votes = with_values(example_toml(), values, "the demo's run file")
-    run = RunFile.parse(votes)
+    name = "the demo's run file"
+    if options.rounds is None and ("run", "rounds") not in options.values:
+        steps = RunFile.parse(run_text(values, name)).method.micro_steps(1)
+        values["run", "rounds"] = max(2, STEPS // steps)
+    values.setdefault(("run", "evaluate_every"), max(1, values["run", "rounds"] // CHECKS))
+    nodes = run_text(values, name)
+    run = RunFile.parse(nodes)
     alone = {key: value for key, value in values.items() if key[0] != "method"}
     alone |= {
         ("run", "name"): "demo-baseline",
         ("run", "nodes"): 1,
+        ("run", "rounds"): sum(run.method.micro_steps(index) for index in range(run.run.rounds)),
+        ("run", "evaluate_every"): run.run.evaluate_every * run.method.micro_steps(1),
         ("data", "batch"): run.data.batch * run.run.nodes,
         ("method", "name"): BASELINE_METHOD,
     }
-    return votes, with_values(example_toml(), alone, "the baseline's run file")
+    return nodes, run_text(alone, "the baseline's run file")
 
 
 class Screen:
@@ -184,7 +195,7 @@ class Demo:
     ) -> None:
         self.options = options
         self.files = Files(options.out.resolve())
-        self.history = History()
+        self.history = History()  # of the run, once its file is read
         self._console = console
         self._clock = clock
         self._screen = Screen(console, clock)
@@ -199,10 +210,11 @@ class Demo:
             RunFileError: the options break a rule of the run file.
         """
         start = self._clock()
-        votes_file, baseline_file = run_files(self.options)
-        self._data = RunFile.parse(votes_file).data
+        run_file, baseline_file = run_files(self.options)
+        run = RunFile.parse(run_file)
+        self._data, self.history = run.data, History(run.method.micro_steps(1))
         self.files.prepare(["coordinator", *self._names, "baseline"])
-        self.files.run.write_text(votes_file, encoding="utf-8")
+        self.files.run.write_text(run_file, encoding="utf-8")
         self.files.baseline.write_text(baseline_file, encoding="utf-8")
         with Children() as children:
             votes, logs = self._train_votes(children)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,15 @@ class EventReader:
 
 @dataclass
 class Course:
-    """One run. Losses in nats per token; ``checks`` are (step, validation loss, bits per byte)."""
+    """One run. Losses in nats per token; ``checks`` are (step, validation loss, bits per byte).
+
+    Steps are those of the local optimizer: an exchange closes one of them, or several together.
+    """
 
     method: str
     processes: int
     parameters: int
-    steps: list[int] = field(default_factory=list)  # from 1
+    steps: list[int] = field(default_factory=list)  # the last of each round, from 1
     losses: list[float] = field(default_factory=list)
     checks: list[tuple[int, float, float]] = field(default_factory=list)
     step_bytes_up: float = 0.0  # of a node
@@ -54,6 +58,11 @@ class Course:
     seconds: float = 0.0  # from the first to the last step
     compute_share: float = math.nan  # forward and backward, of all CPU time of the nodes
     agreement: float = math.nan  # mean over steps and nodes
+
+    @property
+    def last_step(self) -> int:
+        """Steps made; 0 before the first."""
+        return self.steps[-1] if self.steps else 0
 
     @property
     def step_bytes(self) -> float:
@@ -104,13 +113,14 @@ def course_of(method: str, logs: Sequence[Sequence[dict[str, Any]]], seconds: fl
     if not logs or len(started) < len(logs):
         raise ValueError("an event log lacks its start")
     course = Course(method, len(logs), started[0]["parameters"], seconds=seconds)
+    steps = _steps_after(logs)
     losses: dict[int, list[float]] = {}
     agreements: list[float] = []
     compute = busy = 0.0
     for log in logs:
         rounds = rounds_of(log)
         for event in rounds:
-            step = event["round"] + 1
+            step = steps[event["round"]]
             loss, agreement = _value(event["loss"]), _value(event["agreement"])
             losses.setdefault(step, []).extend([loss] if math.isfinite(loss) else [])
             agreements += [agreement] if event["counted"] and math.isfinite(agreement) else []
@@ -120,14 +130,22 @@ def course_of(method: str, logs: Sequence[Sequence[dict[str, Any]]], seconds: fl
             compute += event["compute_seconds"]
             busy += event["busy_seconds"]
         if rounds:
-            course.step_bytes_up += rounds[-1]["bytes_up"] / len(rounds) / len(logs)
-            course.step_bytes_down += rounds[-1]["bytes_down"] / len(rounds) / len(logs)
+            trained = sum(event.get("micro_steps", 1) for event in rounds)
+            course.step_bytes_up += rounds[-1]["bytes_up"] / trained / len(logs)
+            course.step_bytes_down += rounds[-1]["bytes_down"] / trained / len(logs)
     course.checks.sort()
     course.steps = sorted(losses)
     course.losses = [sum(v) / len(v) if v else math.nan for _, v in sorted(losses.items())]
     course.compute_share = compute / busy if busy > 0 else math.nan
     course.agreement = sum(agreements) / len(agreements) if agreements else math.nan
     return course
+
+
+def _steps_after(logs: Sequence[Sequence[dict[str, Any]]]) -> dict[int, int]:
+    """Steps that a node has made after each round."""
+    lengths = {event["round"]: int(event.get("micro_steps", 1)) for log in logs for event in rounds_of(log)}
+    totals = accumulate(lengths[index] for index in sorted(lengths))
+    return dict(zip(sorted(lengths), totals, strict=True))
 
 
 def with_ring_bytes(course: Course, nodes: int) -> Course:
@@ -214,13 +232,16 @@ def summary(results: Results) -> Table:
 
     each("validation, bits per byte", lambda c: number(c.bits_per_byte))
     each("validation, nats", lambda c: number(c.validation_loss))
-    each("steps", lambda c: f"{len(c.steps):,}")
+    each("steps", lambda c: f"{c.last_step:,}")
+    if votes.last_step > len(votes.steps):
+        row("exchanges", f"{len(votes.steps):,}", MISSING)
     each("tokens", lambda c: f"{c.tokens:,}")
     ring = f"{format_bytes(2 * ring_bytes(votes.parameters, votes.processes))} (fp32 ring)"
     row("bytes a step and node", format_bytes(votes.step_bytes), ring)
     each("bits a parameter", lambda c: f"{8 * c.step_bytes / c.parameters:.2f}")
-    each("whole run and node", lambda c: format_bytes(c.step_bytes * len(c.steps)))
-    row("vote agreement", percent(votes.agreement), MISSING)
+    each("whole run and node", lambda c: format_bytes(c.step_bytes * c.last_step))
+    if math.isfinite(votes.agreement):
+        row("vote agreement", percent(votes.agreement), MISSING)
     each("CPU time in forward, backward", lambda c: percent(c.compute_share))
     each("tokens a second", lambda c: f"{c.tokens / c.seconds:,.0f}" if c.seconds > 0 else MISSING)
     each("seconds of training", lambda c: format_duration(c.seconds))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.history import History
-from deploy.table import MISSING, facts, number, percent
+from deploy.table import MISSING, facts, number, percent, votes
 from protos.units import format_bytes, format_duration
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -81,7 +81,7 @@ def view(history: History, title: str, note: str = "") -> RenderableType:
         ("validation", validation),
         ("a step and node", own),
         ("fp32 ring would", ring),
-        ("vote agreement", percent(reply.agreement) if reply.round else MISSING),
+        *([("vote agreement", percent(reply.agreement))] if votes(reply) else []),
         ("speed", f"{_count(history.tokens_per_second)} tokens/s, "
          f"{percent(history.compute_share)} of CPU time in forward and backward"),
         ("state digest", reply.state_digest or MISSING),
@@ -89,14 +89,15 @@ def view(history: History, title: str, note: str = "") -> RenderableType:
     nodes = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in ("node", "state"):
         nodes.add_column(name)
-    for name in ("loss", "agreement", "sent", "received", "compute"):
+    agreement = any(math.isfinite(node.agreement) for node in reply.nodes) if votes(reply) else False
+    for name in ("loss", *(["agreement"] if agreement else ()), "sent", "received", "compute"):
         nodes.add_column(name, justify="right")
     for node in sorted(reply.nodes, key=lambda node: node.name):
         nodes.add_row(
             Text(node.name or node.node),
             Text(node.state),
             number(node.loss),
-            percent(node.agreement),
+            *([percent(node.agreement)] if agreement else ()),
             format_bytes(node.bytes_up),
             format_bytes(node.bytes_down),
             percent(node.compute_share),
@@ -129,7 +130,8 @@ def line(history: History) -> str:
             f" {format_bytes(traffic.up + traffic.down)}/step {traffic.bits_per_parameter:.2f} bits/parameter"
         )
         text += f" (fp32 ring {format_bytes(2 * traffic.ring_up)}/step)"
-    text += f" agreement {percent(reply.agreement) if reply.round else MISSING}"
+    if votes(reply):
+        text += f" agreement {percent(reply.agreement)}"
     return text + f" {_count(history.tokens_per_second)} tokens/s"
 
 

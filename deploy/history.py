@@ -25,9 +25,14 @@ class Point:
 
 
 class History:
-    """Collects statuses of one run, which show only a tail of its curve each. Times are monotonic seconds."""
+    """Collects statuses of one run, which show only a tail of its curve each. Times are monotonic seconds.
 
-    def __init__(self) -> None:
+    Args:
+        steps: batches that a node trains in a round.
+    """
+
+    def __init__(self, steps: int = 1) -> None:
+        self.steps = steps
         self.reply = pb.StatusReply()
         self._points: dict[int, Point] = {}
         self._samples: deque[tuple[float, int, int]] = deque()  # time, rounds, tokens
@@ -85,16 +90,17 @@ class History:
 
     @property
     def traffic(self) -> Traffic | None:
-        """Mean bytes of a round at a node, counted at the transport; ``None`` before the first report.
+        """Mean bytes of a step at a node, counted at the transport; ``None`` before the first report.
 
-        Meant for runs whose nodes have all been there since round 0.
+        Bytes of a round are shared out to its steps. Meant for runs whose nodes have all been there since
+        round 0.
         """
         nodes = [node for node in self.reply.nodes if node.bytes_up]
         if not nodes or not self.reply.parameters or not self.reply.round:
             return None
         # A node that reported round r last has taken part in r + 1 rounds.
-        up = sum(node.bytes_up / (node.round + 1) for node in nodes) / len(nodes)
-        down = sum(node.bytes_down / (node.round + 1) for node in nodes) / len(nodes)
+        up = sum(node.bytes_up / (node.round + 1) for node in nodes) / len(nodes) / self.steps
+        down = sum(node.bytes_down / (node.round + 1) for node in nodes) / len(nodes) / self.steps
         return Traffic(parameters=self.reply.parameters, nodes=len(nodes), up=up, down=down)
 
     @property

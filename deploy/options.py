@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from protos.methods import PRESETS
+
 RunFilePath = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, TOML.")]
 InviteText = Annotated[
     str,
     typer.Argument(metavar="INVITE", envvar="ATOLL_INVITE", help="What the coordinator printed: atoll://…"),
 ]
+MethodOption = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
 Sets = Annotated[
     list[str] | None,
     typer.Option(

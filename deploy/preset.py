@@ -1,16 +1,16 @@
-"""Setting values in the commented example of a run file, so that its comments stay."""
+"""Run files from single values: options of a command, and assignments ``SECTION.KEY=VALUE``."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from protos.problems import Problem, nearest
 from protos.runfile import RunFile, RunFileError
+from protos.runfile_text import example_toml
 from protos.sections import SECTIONS
-from protos.toml_writer import to_toml_value
+from protos.toml_writer import to_toml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,26 +49,16 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
         return (section, key), value.strip()
 
 
-def with_values(example: str, values: Mapping[Key, Any], name: str = "run file") -> str:
-    """The example with some values replaced, checked as a whole.
+def run_text(values: Mapping[Key, Any], name: str = "run file") -> str:
+    """A commented run file with these values, the others being what follows from them.
 
     Raises:
         RunFileError: the values break a rule; ``name`` is what the text calls the file.
     """
-    lines, section, left = [], "", dict(values)
-    for line in example.splitlines():
-        if header := re.match(r"\[(\w+)\]", line):
-            section = header[1]
-        # The example comments a key out when its value follows from others; one that is set stands.
-        key = re.match(r"(?:# )?(\w+) = ", line)
-        if key and (section, key[1]) in left:
-            line = f"{key[1]} = {to_toml_value(left.pop((section, key[1])))}"
-        lines.append(line)
-    if left:
-        raise KeyError(f"the example lacks {', '.join('.'.join(key) for key in left)}")
-    text = "\n".join(lines) + "\n"
-    RunFile.parse(text, name)
-    return text
+    sections: dict[str, dict[str, Any]] = {}
+    for (section, key), value in values.items():
+        sections.setdefault(section, {})[key] = value
+    return example_toml(RunFile.parse(to_toml(sections), name))
 
 
 def merged(options: Mapping[Key, Any], assignments: Iterable[str]) -> dict[Key, Any]:

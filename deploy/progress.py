@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deploy.errors import UserError
-from deploy.table import number, percent
+from deploy.table import number, percent, ways
 from node import events
 from protos.units import format_bytes, format_duration
 
@@ -32,7 +32,7 @@ def sentence(event: events.Event) -> str:
     if isinstance(event, events.Started):
         return (
             f"{event.run}: {event.method}, {event.parameters:,} parameters, "
-            f"{format_bytes(event.payload_bytes)} each way and round, {event.device}, "
+            f"{ways(event.payload_bytes, event.result_bytes)} and round, {event.device}, "
             f"{event.threads} {'thread' if event.threads == 1 else 'threads'}"
         )
     if isinstance(event, events.Joined):
@@ -40,6 +40,9 @@ def sentence(event: events.Event) -> str:
         return f"joined {event.address} as {event.node}{state}"
     if isinstance(event, events.Abstained):
         return f"round {event.round}: nothing contributed, {event.reason}"
+    if isinstance(event, events.MicroStep):
+        step = f"step {event.micro_step}/{event.micro_steps}"
+        return f"round {event.round + 1}: {step} loss {number(event.loss)}"
     if isinstance(event, events.RoundDone):
         return round_line(event)
     if isinstance(event, events.RoundMissed):
@@ -70,7 +73,11 @@ def round_line(event: events.RoundDone) -> str:
         if event.bits_per_byte is not None:
             line += f" ({number(event.bits_per_byte)} bits/byte)"
     if len(event.voters) > 1:
-        line += f" voters {len(event.voters)} agreement {percent(event.agreement)}"
+        line += f" voters {len(event.voters)}"
+        if math.isfinite(event.agreement):  # only where a majority decides
+            line += f" agreement {percent(event.agreement)}"
+    if event.skipped:
+        line += f" steps left out {event.skipped}/{event.micro_steps}"
     if not event.counted:
         line += " not counted"
     if event.bytes_up or event.bytes_down:
@@ -107,22 +114,27 @@ class Progress:
     def __call__(self, event: events.Event) -> None:
         with self._lock:
             if isinstance(event, events.RoundDone):
-                self._round(event)
+                last = event.round + 1 == event.rounds
+                self._moved(event, last=last, telling=last or event.validation_loss is not None)
+            elif isinstance(event, events.MicroStep):
+                self._moved(event)
             else:
                 self._console.print(Text(sentence(event)), soft_wrap=True)
 
-    def _round(self, event: events.RoundDone) -> None:
-        now, last = self._clock(), event.round + 1 == event.rounds
+    def _moved(
+        self, event: events.RoundDone | events.MicroStep, *, last: bool = False, telling: bool = False
+    ) -> None:
+        now = self._clock()
         if self._quiet:
             return
         if self._live is not None:
             if last or now - self._last >= REFRESH_SECONDS:
                 self._last = now
-                text = Text(round_line(event), no_wrap=True, overflow="ellipsis")
+                text = Text(sentence(event), no_wrap=True, overflow="ellipsis")
                 self._live.update(text, refresh=True)
-        elif last or event.validation_loss is not None or now - self._last >= LINE_SECONDS:
+        elif telling or now - self._last >= LINE_SECONDS:
             self._last = now
-            self._console.print(Text(round_line(event)), soft_wrap=True)
+            self._console.print(Text(sentence(event)), soft_wrap=True)
 
     def __enter__(self) -> Progress:
         if self._live is not None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.service import Outcome, Started, run_coordinator
-from deploy.check import bucket_table
+from deploy.costs import Costs, run_costs
 from deploy.invitation import advertised_host, handed_over
 from deploy.narration import Narrator
 from deploy.status import StatusClient
+from deploy.table import ways
 from protos.address import Address
 from protos.invite import Invite, check_token, new_token
 from protos.runfile import RunFile
-from protos.units import format_bytes
 
 log = logging.getLogger("atoll.coordinator")
 
@@ -61,27 +61,33 @@ def exit_code(outcome: Outcome) -> int:
     return 143 if "SIGTERM" in outcome.reason else 1
 
 
+def each_round(costs: Costs) -> str:
+    """Steps and bytes of a round at a node, in words."""
+    text = ways(costs.bytes_up, costs.bytes_down)
+    return f"{text} a round" + (f" of {costs.steps:,} steps" if costs.steps > 1 else "")
+
+
 def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -> int:
     """Coordinate the run until its end and return the exit code. ``say`` gets the lines meant for the user.
 
     Raises:
         InviteError, AddressError, UserError: a choice that cannot be used.
         ListenError, MetricsError: an address that is taken or not this machine's.
-        ModelError, RoleError: a run file whose model cannot be built.
+        ModelError, RoleError, UserError: a run file whose model cannot be built.
     """
     listen = choices.listen or runfile.coordinator.address
     token = new_token() if choices.token is None else choices.token
     check_token(token)
     host = advertised_host(listen, choices.advertise)
     Invite(token, host, listen.port or 1)  # a host that no invite can name is found before the wait for torch
-    table = bucket_table(runfile)
+    costs = run_costs(runfile)
     stack = ExitStack()
 
     def started(where: Started) -> None:
         invite = Invite(token, host, where.address.port)
         stack.enter_context(handed_over(invite, choices.invite_file))
         say(f"run {runfile.run.name}: {runfile.method.name}, {runfile.run.rounds:,} rounds, "
-            f"{table.elements:,} parameters, {format_bytes(table.nbytes)} each way and round")  # fmt: skip
+            f"{costs.parameters:,} parameters, {each_round(costs)}")  # fmt: skip
         say(f"listening on {where.address}")
         if where.metrics is not None:
             say(f"metrics at http://{where.metrics}/metrics")
@@ -96,7 +102,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
     with stack:
         outcome = run_coordinator(
             runfile,
-            table,
+            costs.tables,
             token,
             listen=listen,
             metrics_listen=metrics_address(runfile, choices, listen),

@@ -60,6 +60,27 @@ def present(reply: pb.StatusReply) -> int:
     return sum(node.state != "left" for node in reply.nodes)
 
 
+def votes(reply: pb.StatusReply) -> bool:
+    """Whether a majority decides of anything in this run, as far as its last round shows."""
+    return bool(reply.round) and math.isfinite(reply.agreement)
+
+
+def ways(up: float, down: float) -> str:
+    """Bytes sent and received, in words."""
+    sent = format_bytes(up)
+    return f"{sent} each way" if up == down else f"{sent} up, {format_bytes(down)} down"
+
+
+def payload(reply: pb.StatusReply) -> str:
+    """Bytes of a round at a node, each way, in words."""
+    up, down = reply.payload_bytes, reply.result_bytes
+    text = ways(up, down)
+    if reply.parameters:
+        bits = [f"{8 * nbytes / reply.parameters:.3f}" for nbytes in dict.fromkeys((up, down))]
+        text += f" ({' and '.join(bits)} bits a parameter)"
+    return text
+
+
 def run_table(reply: pb.StatusReply) -> Table:
     """The run in one table of names and values."""
     loss, validation, bits, measured = last_measured(reply)
@@ -76,25 +97,26 @@ def run_table(reply: pb.StatusReply) -> Table:
         rows.append(
             ("validation", f"{number(validation)} nats, {number(bits)} bits per byte (round {measured})")
         )
-    each_way = f"{format_bytes(reply.payload_bytes)} each way, {reply.parameters:,} parameters"
-    if reply.parameters:
-        each_way += f", {8 * reply.payload_bytes / reply.parameters:.3f} bits each"
-    rows.append(("payload", each_way))
+    rows.append(("a round", f"{payload(reply)}, {reply.parameters:,} parameters"))
     rows.append(("traffic", f"{format_bytes(reply.bytes_in)} in, {format_bytes(reply.bytes_out)} out"))
     if reply.seconds > 0:
         pace = f", {reply.round / reply.seconds:.2f} rounds/s" if reply.round else ""
         rows.append(("time", format_duration(reply.seconds) + pace))
-    rows.append(("agreement", percent(reply.agreement) if reply.round else MISSING))
+    if votes(reply):
+        rows.append(("agreement", percent(reply.agreement)))
     rows.append(("digest", reply.state_digest or MISSING))
     return facts(rows)
 
 
 def roster_table(nodes: Iterable[pb.NodeStatus]) -> Table:
-    """One row a node."""
+    """One row a node; the agreement only where somebody has one."""
+    nodes = list(nodes)
+    agreement = any(math.isfinite(node.agreement) for node in nodes)
     table = Table(box=box.SIMPLE_HEAD, title="nodes", title_justify="left", title_style="bold")
     for name in ("node", "name", "state", "address"):
         table.add_column(name, overflow="fold")
-    for name in ("round", "loss", "up", "down", "agreement", "missed", "abstained", "compute"):
+    numbers = ("round", "loss", "up", "down", *(["agreement"] if agreement else ()))
+    for name in (*numbers, "missed", "abstained", "compute"):
         table.add_column(name, justify="right", no_wrap=True)
     for node in nodes:
         reported = node.round > 0 or math.isfinite(node.loss)
@@ -107,7 +129,7 @@ def roster_table(nodes: Iterable[pb.NodeStatus]) -> Table:
             number(node.loss),
             format_bytes(node.bytes_up),
             format_bytes(node.bytes_down),
-            percent(node.agreement),
+            *([percent(node.agreement)] if agreement else ()),
             str(node.missed),
             str(node.abstained),
             percent(node.compute_share),
@@ -141,7 +163,8 @@ def progress_line(reply: pb.StatusReply) -> str:
     line = f"{reply.phase} round {reply.round}/{reply.rounds} nodes {present(reply)} loss {number(loss)}"
     if measured >= 0:
         line += f" validation {number(validation)} ({number(bits)} bits/byte)"
+    if votes(reply):
+        line += f" agreement {percent(reply.agreement)}"
     if reply.round:
-        line += f" agreement {percent(reply.agreement)} in {format_bytes(reply.bytes_in)}"
-        line += f" out {format_bytes(reply.bytes_out)}"
+        line += f" in {format_bytes(reply.bytes_in)} out {format_bytes(reply.bytes_out)}"
     return line

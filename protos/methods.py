@@ -1,8 +1,8 @@
 """The methods of a run and their presets: what each of the choices is where the run file says nothing.
 
-A method is *local optimizer x local steps x codec x reduce (+ outer optimizer)*; the names are presets of these
-choices. The learning rates were measured on byte-level Shakespeare with a small llama-style model, 524,288
-tokens by four nodes.
+A method is *local optimizer x local steps x codec x reduce (+ outer optimizer)*; the names are presets of
+these choices. The learning rates were measured on byte-level Shakespeare with a small llama-style model,
+524,288 tokens by four nodes.
 """
 
 from __future__ import annotations
@@ -78,19 +78,59 @@ PRESETS: Final[dict[MethodName, Preset]] = {
     "muloco": Preset(1e-2, "match-rms", "muon", 32, "2bit", "int4", outer="nesterov"),
     "muloco-1bit": Preset(1e-2, "match-rms", "muon", 16, "vote", "int4", outer="nesterov"),
 }
+# Peak rate and scaling of the matrix steps of a local optimizer that is not the preset's.
+OPTIMIZERS: Final[dict[str, tuple[float, Scaling]]] = {
+    "adamw": (6e-3, "none"),
+    "muon": (1e-2, "match-rms"),
+    "sign-muon": (0.032, "unit-gain"),
+    "lordo": (2e-2, "none"),
+}
 # Embeddings, norms and biases are not matrices: their rule, and so their rate, follows from their reduction.
 REDUCED_LR: Final[dict[str, float]] = {"vote": 2e-3, "mean": 6e-3}
 
 OUTER_LR: Final[dict[str, float]] = {"average": 1.0, "sgd": 1.0, "nesterov": 0.7}
 LONG_RUN: Final = 100  # rounds from which on an outer momentum of 0.9 pays
+SHORT_MOMENTUM: Final = 0.5
+LONG_MOMENTUM: Final = 0.9
 
 
 def outer_momentum(rounds: int) -> float:
-    """Momentum of the outer Nesterov step where nothing else is said: 0.9 has a memory of ten rounds, and costs
-    a short run more than it brings (0.42 nats in 32 rounds)."""
-    return 0.9 if rounds >= LONG_RUN else 0.5
+    """Momentum of the outer Nesterov step where nothing else is said: 0.9 has a memory of ten rounds, and
+    costs a short run more than it brings (0.42 nats in 32 rounds)."""
+    return LONG_MOMENTUM if rounds >= LONG_RUN else SHORT_MOMENTUM
 
 
-def micro_steps(name: str, local_steps: int, round_index: int) -> int:
-    """Batches that a node trains in a round: K, but one in round 0 of ``lordo``, which finds the first basis."""
-    return 1 if name == "lordo" and round_index == 0 else local_steps
+def betas(name: str) -> tuple[float, float]:
+    """AdamW's decays where nothing else is said.
+
+    A low-rank method restarts its moments in the directions that are new in a basis; there the first step is
+    ``(1 - beta1) / sqrt(1 - beta2)`` times the learning rate, 0.92 with these values (LDAdam's), and 3.2
+    with the usual (0.9, 0.999).
+    """
+    return (0.908, 0.99) if name in LOW_RANK else (0.9, 0.95)
+
+
+def omega_of(name: str) -> float:
+    """Share of the low-rank step where nothing else is said. With less than 1 every round of ``lowrank-ddp``
+    would carry the whole gradient, which is what it is there to avoid."""
+    return 1.0 if name == "lowrank-ddp" else 0.9
+
+
+def merge_share(overlap: int) -> float:
+    """Share of the agreed weights in those a node goes on with: steps made during the exchange would be lost
+    with 1, so that half of both is taken where there are any."""
+    return 0.5 if overlap else 1.0
+
+
+def local_steps_of(name: str, local_steps: int) -> bool:
+    """Whether pseudo-gradients of local steps travel, rather than something of each single gradient."""
+    return name in LOCAL or (name == "sign-muon" and local_steps > 1)
+
+
+def micro_steps(
+    name: str, local_steps: int, round_index: int, fragments: int = 1, basis: Basis = "global"
+) -> int:
+    """Batches that a node trains in a round: K, shared out to the rounds of the fragments, but one in round 0
+    of ``lordo`` with a global basis, which finds the first one."""
+    finds_basis = name == "lordo" and basis == "global"
+    return 1 if finds_basis and round_index == 0 else local_steps // fragments

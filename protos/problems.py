@@ -54,10 +54,29 @@ _SYNONYMS: Final = {
     "dataset": "source",
     "path": "source",
     "method": "name",
-    "optimizer": "name",
     "timeout": "deadline",
     "address": "listen",
     "port": "listen",
+    "k": "local_steps",
+    "h": "local_steps",
+    "inner_steps": "local_steps",
+    "sync_every": "local_steps",
+    "micro_steps": "local_steps",
+    "inner_optimizer": "optimizer",
+    "local_optimizer": "optimizer",
+    "inner_lr": "lr",
+    "compression": "codec",
+    "quantization": "codec",
+    "ef": "error_feedback",
+    "outer_optimizer": "outer",
+    "outer_beta": "outer_momentum",
+    "r": "rank",
+    "tau": "overlap",
+    "delay": "overlap",
+    "alpha": "mix",
+    "num_fragments": "fragments",
+    "trimmed": "trim",
+    "update_proj_gap": "basis_every",
 }
 
 
@@ -228,9 +247,10 @@ def _key_lines(text: str) -> dict[tuple[str, str], int]:
     lines: dict[tuple[str, str], int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[+\s*([A-Za-z0-9_-]+)\s*\]+", line):
-            section = header[1]
-            lines.setdefault(("", f"[{section}]"), number)
+        if header := re.match(r"\s*\[+\s*([A-Za-z0-9_-]+)\s*(?:\.\s*([A-Za-z0-9_-]+)\s*)?\]+", line):
+            # [section.key] is a key of [section] that is a table; what stands below are not its keys.
+            section = header[1] if header[2] is None else f"{header[1]}.{header[2]}"
+            lines.setdefault(("", f"[{section}]") if header[2] is None else (header[1], header[2]), number)
         elif key := re.match(r"\s*([A-Za-z0-9_-]+)\s*=", line):
             lines.setdefault((section, key[1]), number)
     return lines

@@ -16,18 +16,18 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from protos.digests import sha256_text
+from protos.method_section import MethodConfig
+from protos.methods import outer_momentum
 from protos.problems import Problem, problem_of, with_lines
+from protos.section import Section, refuse
 from protos.sections import (
     SECTIONS,
     CoordinatorConfig,
     DataConfig,
-    MethodConfig,
     ModelConfig,
     RoundConfig,
     RunConfig,
-    Section,
     file_value,
-    refuse,
     used_keys,
 )
 from protos.toml_writer import to_toml
@@ -75,10 +75,14 @@ class RunFile(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> RunFile:
-        shorter = min(self.method.warmup, self.run.rounds // 10)
-        if "warmup" not in self.method.model_fields_set and shorter != self.method.warmup:
-            values = dict(self.method) | {"warmup": shorter}
-            method = MethodConfig.model_construct(_fields_set=self.method.model_fields_set, **values)
+        method = self.method
+        values: dict[str, float] = {"warmup": min(method.warmup, self.run.rounds // 10)}
+        if "outer_momentum" not in method.unused():
+            values["outer_momentum"] = outer_momentum(self.run.rounds)
+        left_out = {key: value for key, value in values.items() if key not in method.model_fields_set}
+        if any(getattr(method, key) != value for key, value in left_out.items()):
+            given = method.model_fields_set
+            method = MethodConfig.model_construct(_fields_set=given, **{**dict(method), **left_out})
             object.__setattr__(self, "method", method)
         refuse([*_broken_between(self.run, self.method), *_broken_vocab(self.model, self.data)])
         return self
@@ -147,6 +151,12 @@ def _broken_between(run: RunConfig, method: MethodConfig) -> Iterator[Problem]:
     if method.warmup >= run.rounds and "warmup" in method.model_fields_set:
         rule = f"must be less than [run] rounds = {run.rounds}, or the learning rate never reaches its peak"
         yield Problem("method", "warmup", rule, f"for example {run.rounds // 10}", method.warmup)
+    if method.micro_steps(0) < method.micro_steps(1) and run.rounds < 2:
+        rule = "must be at least 2 with lordo: round 0 only finds the first basis"
+        yield Problem("run", "rounds", rule, "", run.rounds)
+    if method.fragments > run.rounds:
+        rule = f"must not be more than [run] rounds = {run.rounds}, or some fragments are never exchanged"
+        yield Problem("method", "fragments", rule, f"at most {run.rounds}", method.fragments)
 
 
 def _broken_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:

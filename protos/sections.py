@@ -1,28 +1,19 @@
-"""The sections of the run file: every field with its type, bounds and meaning, and the rules between them."""
+"""The sections of the run file: every field with its type, bounds and meaning, and the rules between them.
+
+[method] has a module of its own, :mod:`protos.method_section`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
 from protos.address import Address
-from protos.methods import (
-    MOMENTUM,
-    POLAR,
-    PRESETS,
-    REDUCED_LR,
-    VOTED,
-    Coefficients,
-    MethodName,
-    Preset,
-    Reduction,
-    Scaling,
-    Schedule,
-)
+from protos.method_section import MethodConfig
 from protos.problems import Form, Problem, Unset
+from protos.section import Section
 from protos.units import UnitError, parse_duration
 
 
@@ -45,15 +36,6 @@ def _off(value: Any) -> Any:
     return None if value == "off" else value
 
 
-# Defaults that follow from other values. Where those are wrong, which is reported, any answer will do.
-def _preset(data: dict[str, Any]) -> Preset:
-    return PRESETS[data.get("name", "sign-muon")]
-
-
-def _reduction(data: dict[str, Any]) -> Reduction:
-    return "vote" if data.get("name") in VOTED else "mean"
-
-
 Duration = Annotated[
     float,
     BeforeValidator(_seconds),
@@ -68,48 +50,6 @@ MetricsPort = Annotated[
     BeforeValidator(_off),
     Form('a port from 0 (takes a free one) to 65535, or "off"'),
 ]
-Rate = Annotated[float, Field(gt=0, le=100)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A section of the run file: immutable, strictly typed, without unknown keys, with its own rules."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-    title: ClassVar[str]
-
-    def unused(self) -> dict[str, str]:
-        """The keys that have no effect beside the other values, each with the reason in words."""
-        return {}
-
-    def broken_rules(self) -> Iterator[Problem]:
-        """What is wrong with the section's values taken together."""
-        yield from ()
-
-    def default(self, key: str) -> Any:
-        """The value ``key`` has when the run file leaves it out, given the section's other values."""
-        return type(self).model_fields[key].get_default(call_default_factory=True, validated_data=dict(self))
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Section:
-        problems = [
-            Problem(self.title, key, f"has no effect: {reason}", "remove it", getattr(self, key))
-            for key, reason in self.unused().items()
-            if key in self.model_fields_set and getattr(self, key) != self.default(key)
-        ]
-        problems += self.broken_rules()
-        refuse(problems)
-        return self
-
-
-def refuse(problems: list[Problem]) -> None:
-    """Raise the validation error that carries ``problems``, if there are any."""
-    if problems:
-        text = "\n".join(map(str, problems)).replace("{", "{{").replace("}", "}}")
-        raise PydanticCustomError("broken_rules", text, {"problems": problems})
 
 
 class RunConfig(Section):
@@ -210,94 +150,7 @@ class DataConfig(Section):
         max_length=4096,
         description="'bytes' (256 token ids), or the path of a tokenizer.json (extra 'tokenizers').",
     )
-    batch: int = Field(default=4, ge=1, le=1 << 20, description="Sequences that each node reads in a round.")
-
-
-class MethodConfig(Section):
-    """How gradients become steps, and what travels between the nodes."""
-
-    title = "method"
-
-    name: MethodName = Field(
-        default="sign-muon",
-        description="sign-muon and signum send 1 bit a parameter and the majority decides; ddp-muon and "
-        "ddp-adamw send fp32 gradients and take their mean.",
-    )
-    embeddings: Reduction = Field(
-        default_factory=_reduction,
-        description="How embeddings and untied heads are reduced: the majority of 1-bit votes, or the fp32 "
-        "mean (AdamW), which costs 32 times the bytes.",
-    )
-    vectors: Reduction = Field(
-        default_factory=_reduction,
-        description="The same choice for norms and biases.",
-    )
-    lr: Rate = Field(
-        default_factory=lambda data: _preset(data).lr,
-        description="Peak learning rate of the matrices.",
-    )
-    embedding_lr: Rate = Field(
-        default_factory=lambda data: REDUCED_LR[data.get("embeddings", "vote")],
-        description="Peak learning rate of embeddings and heads. Left out: 0.002 voted, 0.006 as mean.",
-    )
-    vector_lr: Rate = Field(
-        default_factory=lambda data: REDUCED_LR[data.get("vectors", "vote")],
-        description="Peak learning rate of norms and biases. Left out: 0.002 voted, 0.006 as mean.",
-    )
-    momentum: Beta = Field(default=0.95, description="Share of the old momentum that each round keeps.")
-    nesterov: bool = Field(
-        default=True, description="Whether the step looks one round ahead of the momentum."
-    )
-    weight_decay: float = Field(
-        default=0.0,
-        ge=0,
-        le=10,
-        description="Decoupled weight decay: weights shrink by lr x weight_decay a round.",
-    )
-    ns_steps: int = Field(
-        default=5,
-        ge=1,
-        le=20,
-        description="Newton-Schulz iterations of the polar factor. One is hardly more than signum.",
-    )
-    ns_coefficients: Coefficients = Field(
-        default="polar-express", description="Polynomials of the Newton-Schulz iterations."
-    )
-    scaling: Scaling = Field(
-        default_factory=lambda data: _preset(data).scaling,
-        description="How a step depends on a matrix's shape: 'unit-gain' gives all layers the same gain, "
-        "'match-rms' the step size of AdamW, 'none' the bare lr.",
-    )
-    beta1: Beta = Field(default=0.9, description="AdamW's decay of the mean gradient.")
-    beta2: Beta = Field(default=0.95, description="AdamW's decay of the squared gradient.")
-    eps: float = Field(default=1e-8, gt=0, le=1, description="AdamW's floor under the square root.")
-    warmup: int = Field(
-        default=50,
-        ge=0,
-        le=10**9,
-        description="Rounds in which the learning rate rises. Left out: 50, or a tenth of a shorter run.",
-    )
-    schedule: Schedule = Field(default="cosine", description="How the learning rate falls after the warm-up.")
-    final: float = Field(
-        default=0.05, ge=0, le=1, description="Learning rate of the last round, as a fraction of the peak."
-    )
-
-    def unused(self) -> dict[str, str]:
-        unused: dict[str, str] = {}
-
-        def only(methods: tuple[str, ...], what: str, *keys: str) -> None:
-            if self.name not in methods:
-                unused.update(dict.fromkeys(keys, f"{what} ({', '.join(methods)}), not {self.name}"))
-
-        only(POLAR, "only methods with a polar factor use it", "ns_steps", "ns_coefficients")
-        only(MOMENTUM, "only methods with a momentum use it", "momentum", "nesterov", "scaling")
-        only(VOTED, "only methods that vote have the choice", "embeddings", "vectors")
-        if self.name in VOTED and "mean" not in (self.embeddings, self.vectors):
-            reason = f'with {self.name} AdamW runs only where embeddings or vectors are "mean"'
-            unused.update(dict.fromkeys(("beta1", "beta2", "eps"), reason))
-        if self.schedule == "constant":
-            unused["final"] = "a constant schedule ends at the peak"
-        return unused
+    batch: int = Field(default=4, ge=1, le=1 << 20, description="Sequences that each node reads in a step.")
 
 
 class RoundConfig(Section):

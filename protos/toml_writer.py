@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 
 def to_toml_value(value: Any) -> str:
-    """A text, number or boolean (or a list of them) as TOML; floats keep every bit.
+    """A text, number or boolean, or a list or a table of them, as TOML on one line; floats keep every bit.
 
     Raises:
         TypeError: any other type.
@@ -27,7 +28,14 @@ def to_toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(map(to_toml_value, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_key(name)} = {to_toml_value(item)}" for name, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
     raise TypeError(f"cannot write {type(value).__name__} as TOML")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml_value(name)
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:

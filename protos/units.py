@@ -1,4 +1,4 @@
-"""Units for people: bytes, bit rates and durations as text, and back.
+"""Units for people: bytes, bit rates, durations and counts as text, and back.
 
 Formatting keeps three significant digits; parsing takes what formatting writes and the usual spellings of it.
 Bytes are decimal (1 MB = 10^6 bytes) when written; the binary units (MiB) are understood when read.
@@ -30,6 +30,7 @@ BITS_PER_SECOND: Final[dict[str, int]] = {
     "Gbit/s": 10**9,
     "Tbit/s": 10**12,
 }
+_COUNTS: Final[dict[str, int]] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS: Final[dict[str, float]] = {
     "ns": 1e-9,
     "us": 1e-6,
@@ -209,3 +210,23 @@ def parse_duration(text: str) -> float:
     if position == 0:
         raise UnitError("an empty text is not a duration; write for example '60s'")
     return total
+
+
+def format_count(count: float) -> str:
+    """A number of things as text, three significant digits: ``719_650_816`` becomes ``"720M"``.
+
+    Raises:
+        UnitError: NaN or infinite, or negative.
+    """
+    if count < 0:
+        raise UnitError(f"a count cannot be negative: {count}")
+    return _scaled(_magnitude(count, "a count"), ("", "k", "M", "B", "T"), 1000).replace(" ", "")
+
+
+def parse_count(text: str) -> int:
+    """Read a number of things: ``"720M"``, ``"1.5B"``, ``"117_056"``. Rounded to a whole number.
+
+    Raises:
+        UnitError: not a number with k, M, B (10^9) or T.
+    """
+    return round(_quantity(text, _COUNTS, "a count", "'720M', '1.5B' or '117056'"))

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from protos.methods import PRESETS
 from protos.runfile import RunFile
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,8 @@ def test_help_names_the_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["run", "init"], ["run", "check"], ["coordinator"], ["join"], ["train"], ["status"], ["demo"]]
+    "command",
+    [["run", "init"], ["run", "check"], ["coordinator"], ["join"], ["train"], ["status"], ["demo"], ["plan"]],
 )
 def test_every_command_has_help(command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--help"])
@@ -83,7 +85,8 @@ def test_init_writes_a_run_file_that_check_accepts(tmp_path: Path) -> None:
         "[model]",
         "d_model",
         "default",
-        "an fp32 ring all-reduce",
+        "an fp32 ring in every step",
+        "optimizer state",
         "between 4 nodes",
         "1-bit votes",
     ):
@@ -121,11 +124,70 @@ def test_check_as_json(tmp_path: Path) -> None:
     assert "run.rounds" in values["defaults"] and "method.schedule" not in values["defaults"]
     assert any("constant" in sentence for sentence in values["advice"])
     costs = values["round"]
-    assert costs["parameters"] == sum(kind["parameters"] for kind in costs["kinds"].values())
-    assert costs["bytes_up"] == sum(kind["bytes"] for kind in costs["kinds"].values())
-    assert costs["ring_fp32_bytes_up"] == pytest.approx(8 * costs["parameters"] * 2 / 3)
-    assert 1 <= costs["bits_per_parameter_up"] < 1.02
-    assert costs["hub_fp32_ratio"] == pytest.approx(32 / costs["bits_per_parameter_up"])
+    assert costs["parameters"] == sum(kind["entries"] for kind in costs["kinds"])
+    for way in ("bytes_up", "bytes_down"):
+        assert costs[way] == sum(kind[way] for kind in costs["kinds"])
+    assert (costs["steps"], costs["tokens_node"], costs["tokens"]) == (1, 256, 768)
+    assert costs["ring_fp32_step_bytes_up"] == pytest.approx(8 * costs["parameters"] * 2 / 3)
+    assert 1 <= costs["bits_per_parameter_step_up"] < 1.02
+    assert costs["hub_fp32_ratio"] == pytest.approx(32 / costs["bits_per_parameter_step_up"])
+    assert values["state"] == {"device_bytes": 4 * costs["parameters"], "host_bytes": 0, "complete": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (
+            "name = 'muloco-1bit'",
+            [
+                "16 steps: 4,096 tokens a node, 12,288 in all",
+                "1-bit votes, majority",
+                "int4, mean",
+                "in host memory",
+            ],
+        ),
+        ("name = 'muloco'\nfragments = 4", ["8 steps", "4 fragments in turn", "largest round", "2bit, mean"]),
+        ("name = 'lordo'", ["fp32 bases, from the reducer", "int4, mean", "fp32, mean"]),
+        ("name = 'lowrank-ddp'", ["one of 16 rounds"]),
+        (
+            "name = 'diloco'\noptimizer = 'torch:SGD'\nlr = 0.1",
+            ["and what the class of torch.optim keeps", "100 steps"],
+        ),
+    ],
+)
+def test_check_of_methods_with_local_steps(tmp_path: Path, method: str, expected: list[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[run]\nnodes = 3\n[method]\n{method}\n")
+    result = runner.invoke(app, ["run", "check", str(file)])
+    assert result.exit_code == 0, result.output
+    for text in expected:
+        assert text in result.output, text
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("name = 'diloco'\noptimizer = 'torch:Sgd'\nlr = 0.1", "did you mean SGD"),
+        ("name = 'muloco'\nlocal_steps = 400\nfragments = 100", "100 fragments"),
+    ],
+)
+def test_check_names_a_method_that_does_not_fit_the_model(tmp_path: Path, method: str, expected: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[method]\n{method}\n")
+    result = runner.invoke(app, ["run", "check", str(file)])
+    assert result.exit_code == 1
+    assert "cannot train this model" in result.output and expected in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_init_writes_every_method(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run.toml"
+    assert runner.invoke(app, ["run", "init", str(file), "--method", name]).exit_code == 0
+    assert RunFile.load(file).method.name == name
+    result = runner.invoke(app, ["run", "check", str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["values"]["method"]["name"] == name
 
 
 def test_check_lists_what_is_wrong(tmp_path: Path) -> None:

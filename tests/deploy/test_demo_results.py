@@ -64,6 +64,26 @@ def test_the_course_is_put_together_from_all_nodes() -> None:
     assert course.step_bytes_up == PAYLOAD and course.step_bytes_down == PAYLOAD + 1
 
 
+def test_rounds_of_several_steps_count_as_so_many() -> None:
+    logs = [[dict(event) for event in log] for log in LOGS]
+    for log in logs:
+        for event in log[1:-1]:
+            event["micro_steps"] = 1 if event["round"] == 0 else 4
+            event["agreement"] = math.nan
+    course = course_of("lordo", logs, 4.0)
+    assert course.steps == [1, 5, 9, 13, 17, 21, 25, 29] and course.last_step == 29
+    assert [step for step, _, _ in course.checks] == course.steps
+    assert course.step_bytes_up == pytest.approx(8 * PAYLOAD / 29)
+    results = Results(course, agreement_of(logs), None, "", 1.0)
+    console = Console(width=120, no_color=True, color_system=None)
+    with console.capture() as capture:
+        console.print(demo_results.summary(results))
+    cells = [line.split() for line in capture.get().splitlines()]
+    rows = {row[0]: row[-1] for row in cells if len(row) == 2}
+    assert (rows["steps"], rows["exchanges"]) == ("29", "8")
+    assert "agreement" not in capture.get()
+
+
 def test_a_round_without_a_loss_leaves_a_gap() -> None:
     logs = [[dict(event) for event in log] for log in LOGS]
     for log in logs:

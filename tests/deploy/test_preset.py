@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.preset import merged, parse_assignment, with_values
+from deploy.preset import merged, parse_assignment, run_text
+from protos.methods import PRESETS
 from protos.runfile import RunFile, RunFileError
 from protos.runfile_text import example_toml
 
 
+def _body(text: str) -> list[str]:
+    """Without the comment at the top."""
+    return text.splitlines()[1:]
+
+
 def test_without_values_the_example_stays() -> None:
-    assert with_values(example_toml(), {}) == example_toml()
+    assert _body(run_text({})) == _body(example_toml())
 
 
 DEFAULTS = [
@@ -21,14 +27,14 @@ DEFAULTS = [
 
 @pytest.mark.parametrize(("section", "key", "default"), DEFAULTS)
 def test_every_key_can_be_set_to_its_default(section: str, key: str, default: object) -> None:
-    text = with_values(example_toml(), {(section, key): default})
+    text = run_text({(section, key): default})
     assert RunFile.parse(text).digest == RunFile().digest
     assert text.count("\n") == example_toml().count("\n")
 
 
 def test_values_take_effect_and_comments_stay() -> None:
     values = {("run", "nodes"): 4, ("method", "name"): "ddp-adamw", ("method", "lr"): 0.003}
-    text = with_values(example_toml(), values)
+    text = run_text(values)
     run = RunFile.parse(text)
     assert (run.run.nodes, run.method.name, run.method.lr) == (4, "ddp-adamw", 0.003)
     assert sum(line.startswith("#") for line in text.splitlines()) >= 60
@@ -36,7 +42,18 @@ def test_values_take_effect_and_comments_stay() -> None:
 
 def test_a_broken_rule_is_reported() -> None:
     with pytest.raises(RunFileError, match="heads"):
-        with_values(example_toml(), {("model", "heads"): 7})
+        run_text({("model", "heads"): 7})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_comments_are_about_the_chosen_method(name: str) -> None:
+    text = run_text({("method", "name"): name, ("run", "rounds"): 40})
+    assert RunFile.parse(text).digest == RunFile.model_validate(
+        {"method": {"name": name}, "run": {"rounds": 40}}
+    ).digest  # fmt: skip
+    assert f"not {name}" in text or f"with {name}" in text, "what has no effect says why"
+    other = "sign-muon" if name != "sign-muon" else "signum"
+    assert f"not {other}." not in text
 
 
 @pytest.mark.parametrize(

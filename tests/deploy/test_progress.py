@@ -32,10 +32,11 @@ ROUND = events.RoundDone(
 )
 EVENTS: list[events.Event] = [
     events.Notice("waiting for the coordinator at 192.0.2.7:4600"),
-    events.Started("run", "sign-muon", 117_056, 14_656, "cpu", 1, 0),
+    events.Started("run", "sign-muon", 117_056, 14_656, "cpu", 1, 0, 14_656),
     events.Joined("node-0", "192.0.2.7:4600", True),
     events.Abstained(3, "the gradient is not finite"),
     ROUND,
+    events.MicroStep(5, 40, 100, 2.4),
     events.RoundMissed(5, "too late"),
     events.StateLoaded(6, 5_000_000_000, "cd" * 16, 40.0),
     events.StateSent(6, 5_000_000_000, 40.0),
@@ -55,6 +56,12 @@ def test_every_event_has_a_sentence() -> None:
     assert sentence(events.Stopped(False, "the digest differs")) == "stopped: the digest differs"
 
 
+def test_the_start_tells_both_ways() -> None:
+    start = events.Started("run", "lordo", 117_056, 59_000, "cpu", 2, 0, 61_000)
+    assert "59 kB up, 61 kB down and round, cpu, 2 threads" in sentence(start)
+    assert "59 kB each way and round" in sentence(replace(start, result_bytes=59_000))
+
+
 def test_a_round_in_one_line() -> None:
     assert round_line(ROUND) == (
         "round 5/10 loss 2.500 voters 3 agreement 75.0 % sent 1 MB received 900 kB 8,000 tokens/s"
@@ -64,6 +71,8 @@ def test_a_round_in_one_line() -> None:
     )
     assert round_line(alone) == "round 5/10 loss 2.500 validation 2.000 (2.885 bits/byte) 8,000 tokens/s"
     assert "not counted" in round_line(replace(ROUND, counted=False, loss=math.nan))
+    means = round_line(replace(ROUND, agreement=math.nan, micro_steps=16, skipped=2))
+    assert "voters 3 steps left out 2/16 sent 1 MB" in means and "agreement" not in means
 
 
 class _Clock:
@@ -91,12 +100,24 @@ def test_in_a_pipe_rounds_are_thinned_out() -> None:
     assert [line.split()[1] for line in lines] == ["1/10", "4/10", "8/10", "10/10"]
 
 
+def test_steps_within_a_long_round_are_told_like_rounds() -> None:
+    console, out = _console(terminal=False)
+    clock = _Clock()
+    with Progress(console, clock=clock) as progress:
+        for step in (10, 20, 30, 40):
+            clock.now = step / 10
+            progress(events.MicroStep(5, step, 100, 2.4))
+    assert out.getvalue().splitlines() == [f"round 6: step {step}/100 loss 2.400" for step in (10, 30)]
+
+
 def test_quiet_leaves_rounds_out() -> None:
     console, out = _console(terminal=False)
     with Progress(console, quiet=True) as progress:
         for event in EVENTS:
             progress(event)
-    assert "round 5/10" not in out.getvalue() and "joined" in out.getvalue()
+    assert (
+        "round 5/10" not in out.getvalue() and "step 40" not in out.getvalue() and "joined" in out.getvalue()
+    )
 
 
 def test_on_a_terminal_rounds_share_one_line() -> None:
@@ -123,7 +144,7 @@ def test_the_event_log_is_json_lines(tmp_path: Path) -> None:
     assert [value["event"] for value in values[:-1]] == [type(event).__name__ for event in EVENTS]
     assert values[4]["seconds"] == {"compute": 0.4, "exchange": 0.1}
     assert values[4]["voters"] == ["node-0", "node-1", "node-2"]
-    assert values[10]["path"] == str(Path("saves/round-00000010"))
+    assert values[11]["path"] == str(Path("saves/round-00000010"))
     assert values[-1]["loss"] is None
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.service import Outcome
-from deploy.serving import Choices, JsonFormatter, exit_code, metrics_address
+from deploy.costs import run_costs
+from deploy.serving import Choices, JsonFormatter, each_round, exit_code, metrics_address
 from deploy.status import StatusClient
 from protos.address import Address
 from protos.invite import Invite
@@ -44,6 +45,12 @@ def test_where_metrics_are_served() -> None:
 )
 def test_exit_codes(phase: str, reason: str, code: int) -> None:
     assert exit_code(Outcome(phase, reason, 9)) == code
+
+
+def test_what_a_round_carries_in_words() -> None:
+    assert each_round(run_costs(RunFile())) == "14.7 kB each way a round"
+    lordo = each_round(run_costs(RunFile.model_validate({"method": {"name": "lordo"}})))
+    assert lordo.endswith(" down a round of 32 steps") and " up, " in lordo
 
 
 def test_log_lines_as_json() -> None:

@@ -22,6 +22,7 @@ def _reply() -> pb.StatusReply:
         epoch=1,
         parameters=117_056,
         payload_bytes=14_656,
+        result_bytes=14_656,
         bytes_in=1_800_000,
         bytes_out=1_790_000,
         agreement=0.8125,
@@ -76,7 +77,7 @@ def test_the_view_names_what_matters() -> None:
         "40 of 200 committed, epoch 1",
         "2.350 nats per token",
         "2.500 nats, 3.607 bits per byte (round 38)",
-        "14.7 kB each way, 117,056 parameters, 1.002 bits each",
+        "14.7 kB each way (1.002 bits a parameter), 117,056 parameters",
         "1.8 MB in, 1.79 MB out",
         "20 s, 2.00 rounds/s",
         "81.2 %",
@@ -87,6 +88,17 @@ def test_the_view_names_what_matters() -> None:
     ):
         assert expected in text, expected
     assert [line.split() for line in text.splitlines() if "late" in line] == [["late", "2"]]
+
+
+def test_a_method_without_votes_shows_no_agreement_and_its_ways() -> None:
+    reply = _reply()
+    reply.agreement, reply.result_bytes = math.nan, 29_264
+    for node in reply.nodes:
+        node.agreement = math.nan
+    text = _text(status_view(reply))
+    assert "14.7 kB up, 29.3 kB down (1.002 and 2.000 bits a parameter), 117,056 parameters" in text
+    assert "agreement" not in text and "agreement" not in progress_line(reply)
+    assert "in 1.8 MB out 1.79 MB" in progress_line(reply)
 
 
 def test_names_from_nodes_are_not_markup() -> None:

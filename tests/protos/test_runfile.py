@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from protos.methods import LOCAL, LOW_RANK, PRESETS, VOTED
 from protos.runfile import (
     CoordinatorConfig,
     DataConfig,
@@ -97,7 +98,7 @@ def test_durations_addresses_and_off_are_read() -> None:
         ("rounds = 5", "line 1: rounds = 5: stands outside a section; move it to [run]"),
         ("model = 3", "model = 3: must be a section; write [model] on a line of its own"),
         ("[[model]]", "must be a section"),
-        ('[method]\nname = "sgn-muon"', '"ddp-muon", "ddp-adamw"; did you mean "sign-muon"?'),
+        ('[method]\nname = "sgn-muon"', '"muloco", "muloco-1bit"; did you mean "sign-muon"?'),
         (
             "[method]\nmomentum = 1.5",
             "[method] momentum = 1.5: must be a number of at least 0 and less than 1",
@@ -168,11 +169,11 @@ def test_a_wrong_key_or_value_is_named_with_its_rule(text: str, message: str) ->
         ("[round]\ndeadline = 700", "deadline = 700.0: must not be longer than start_timeout = 600 s; raise"),
         (
             '[method]\nname = "signum"\nns_steps = 3',
-            "only methods with a polar factor use it (sign-muon, ddp-muon)",
+            "only methods with a polar factor use it (sign-muon, ddp-muon, muloco",
         ),
         (
             '[method]\nname = "ddp-muon"\nvectors = "vote"',
-            "only methods that vote have the choice (sign-muon, signum)",
+            "only methods that vote in every step have the choice (sign-muon, signum)",
         ),
         ('[method]\nname = "ddp-adamw"\nscaling = "unit-gain"', "only methods with a momentum use it"),
         ("[method]\neps = 1e-6", 'AdamW runs only where embeddings or vectors are "mean"; remove it'),
@@ -294,6 +295,31 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("method", {"name": "ddp-adamw", "beta1": 0.8}),
     ("method", {"name": "ddp-adamw", "beta2": 0.8}),
     ("method", {"name": "ddp-adamw", "eps": 1e-6}),
+    ("method", {"name": "sign-muon", "local_steps": 4}),
+    ("method", {"name": "diloco", "optimizer": "muon"}),
+    (
+        "method",
+        {"name": "diloco", "optimizer": "torch:SGD", "lr": 0.1, "optimizer_options": {"momentum": 0.5}},
+    ),
+    ("method", {"name": "diloco", "codec": "int4"}),
+    ("method", {"name": "diloco", "embedding_codec": "int4"}),
+    ("method", {"name": "diloco", "vector_codec": "bf16"}),
+    ("method", {"name": "diloco", "error_feedback": False}),
+    ("method", {"name": "diloco", "outer": "sgd"}),
+    ("method", {"name": "diloco", "outer_lr": 0.6}),
+    ("method", {"name": "diloco", "outer_momentum": 0.8}),
+    ("method", {"name": "lordo", "rank": 4}),
+    ("method", {"name": "lordo", "omega": 0.8}),
+    ("method", {"name": "lordo", "mu": 0.1}),
+    ("method", {"name": "lordo", "basis": "local"}),
+    ("method", {"name": "lordo", "direction": "muon"}),
+    ("method", {"name": "lordo", "moments_codec": "bf16"}),
+    ("method", {"name": "lowrank-ddp", "basis_every": 8}),
+    ("method", {"name": "muloco", "fragments": 4}),
+    ("method", {"name": "muloco", "overlap": 4}),
+    ("method", {"name": "muloco", "mix": 0.7}),
+    ("method", {"name": "muloco", "clip": 2.0}),
+    ("method", {"name": "muloco", "trim": 1}),
     ("method", {"warmup": 49}),
     ("method", {"schedule": "linear"}),
     ("method", {"final": 0.06}),
@@ -321,25 +347,67 @@ rates = st.floats(1e-9, 100)
 betas = st.floats(0, 1, exclude_max=True)
 
 
+CODECS = ("fp32", "bf16", "int8", "int8:64", "int4", "2bit", "ternary", "1bit", "1bit-row")
+MATRIX_CODECS = (*CODECS, "lowrank:4", "lowrank:8+1bit")
+OPTIONS = st.dictionaries(
+    st.from_regex(r"[a-z_][a-z0-9_]{0,9}", fullmatch=True).filter(
+        lambda name: name not in ("lr", "params", "weight_decay")
+    ),
+    st.booleans()
+    | st.integers(-5, 5)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.lists(st.floats(0, 1), min_size=1, max_size=2),
+    max_size=3,
+)
+
+
 @st.composite
-def run_files(draw: st.DrawFn) -> RunFile:
-    method: dict[str, Any] = {"name": draw(st.sampled_from(["sign-muon", "signum", "ddp-muon", "ddp-adamw"]))}
+def methods(draw: st.DrawFn) -> dict[str, Any]:
+    """Values of [method] that agree with each other."""
+    name = draw(st.sampled_from(list(PRESETS)))
     optional: dict[str, st.SearchStrategy[Any]] = {
         "lr": rates,
         "embedding_lr": rates,
         "vector_lr": rates,
         "weight_decay": st.floats(0, 10),
+        "schedule": st.sampled_from(["cosine", "linear", "constant"]),
     }
-    if method["name"] in ("sign-muon", "signum"):
+    method: dict[str, Any] = {"name": name}
+    if name in VOTED:
         optional["vectors"] = st.sampled_from(["vote", "mean"])
-    if method["name"] != "ddp-adamw":
+    if name in ("sign-muon", "signum", "ddp-muon"):
         optional |= {"momentum": betas, "nesterov": st.booleans()}
         optional["scaling"] = st.sampled_from(["unit-gain", "match-rms", "none"])
     else:
         optional |= {"beta1": betas, "beta2": betas, "eps": st.floats(1e-30, 1)}
-    method |= draw(st.fixed_dictionaries({}, optional=optional))
+    if name in LOW_RANK:
+        optional |= {"rank": st.integers(1, 99), "omega": st.floats(0, 1)}
+    if name in LOCAL:
+        fragments = 1 if name == "lordo" else draw(st.integers(1, 6))
+        each = draw(st.integers(1, 50))
+        method |= {"local_steps": fragments * each, "fragments": fragments}
+        method["overlap"] = draw(st.integers(0, each - 1))
+        votes = () if name == "lordo" else ("vote", "vote-row")
+        optional |= {
+            "codec": st.sampled_from(MATRIX_CODECS + votes),
+            "embedding_codec": st.sampled_from(MATRIX_CODECS),
+            "vector_codec": st.sampled_from(CODECS[:5]),
+            "outer": st.sampled_from(["average", "sgd", "nesterov"]),
+            "outer_lr": rates,
+            "mix": st.floats(0, 1, exclude_min=True),
+            "clip": st.floats(0, 100),
+            "trim": st.integers(0, 9),
+        }
+        if name != "lordo" and draw(st.booleans()):
+            method |= {"optimizer": "torch:SGD", "lr": draw(rates), "optimizer_options": draw(OPTIONS)}
+    return method | draw(st.fixed_dictionaries({}, optional=optional))
+
+
+@st.composite
+def run_files(draw: st.DrawFn) -> RunFile:
+    method = draw(methods())
     heads = draw(st.integers(1, 8))
-    rounds = draw(st.integers(1, 10**9))
+    rounds = draw(st.integers(max(2, method.get("fragments", 1)), 10**9))
     return RunFile(
         run=RunConfig(seed=draw(st.integers(0, 2**63 - 1)), rounds=rounds),
         model=ModelConfig(

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from protos.methods import PRESETS
+from protos.methods import PRESETS, MethodName
 from protos.problems import Unset, allowed
-from protos.runfile import MethodConfig, RunFile
+from protos.runfile import MethodConfig, RunConfig, RunFile
 from protos.runfile_text import advice, describe, example_toml
 from protos.sections import SECTIONS
 
@@ -33,26 +33,47 @@ def test_the_example_shows_every_key_once_in_order_with_a_comment_above() -> Non
     assert max(map(len, example_toml().splitlines())) <= 100
 
 
+def _with_keys_in_comments(text: str) -> str:
+    """Every key that is a comment made a key, unless the comment above it says that it has no effect."""
+    lines: list[str] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        if ASSIGNMENT.fullmatch(line):
+            if "Has no effect here" not in " ".join(comment):
+                line = line.removeprefix("# ")
+            comment = []
+        elif line.startswith("# "):
+            comment.append(line.removeprefix("# "))
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def test_the_example_s_keys_in_comments_may_be_uncommented_where_they_have_an_effect() -> None:
-    lines = []
-    for line in example_toml().splitlines():
-        match = ASSIGNMENT.fullmatch(line)
-        lines.append(line.removeprefix("# ") if match else line)
-    runfile = RunFile.parse("\n".join(lines))
+    runfile = RunFile.parse(_with_keys_in_comments(example_toml()))
     assert (runfile.model.ff, runfile.model.vocab) == (176, 256)
     assert runfile.method == RunFile().method
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_the_example_of_a_run_is_that_run(name: MethodName) -> None:
+    runfile = RunFile(run=RunConfig(rounds=40), method=MethodConfig(name=name, lr=0.5))
+    text = example_toml(runfile)
+    assert RunFile.parse(text) == runfile
+    assert f'name = "{name}"' in text and "\nlr = 0.5\n" in text
+    again = RunFile.parse(_with_keys_in_comments(text))
+    assert again.method.model_copy(update={"error_feedback": None}) == runfile.method
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_changing_the_method_in_the_example_is_enough(name: str) -> None:
     text = example_toml().replace('name = "sign-muon"', f'name = "{name}"')
-    assert RunFile.parse(text).method == MethodConfig.model_validate({"name": name})
+    assert RunFile.parse(text).method == RunFile.model_validate({"method": {"name": name}}).method
 
 
 def test_the_example_tells_the_presets() -> None:
-    assert "sign-muon 0.032, signum 0.001, ddp-muon 0.01, ddp-adamw 0.006" in example_toml().replace(
-        "\n# ", " "
-    )
+    text = example_toml().replace("\n# ", " ")
+    assert "Left out: 0.032 (sign-muon); 0.001 (signum); 0.01 (ddp-muon, muloco, muloco-1bit);" in text
+    assert 'Left out: "int4" (lordo); "fp32" (local-adamw); "int8" (diloco);' in text
 
 
 @pytest.mark.parametrize(("section", "key"), FIELDS)
@@ -90,8 +111,34 @@ def test_the_default_run_gets_no_advice() -> None:
         ("[run]\nnodes = 2", "nodes = 2"),
         ('[method]\nschedule = "constant"', "never shrinks"),
         ("[round]\nquorum = 1", "quorum = 1"),
+        (
+            '[run]\nrounds = 99\n[method]\nname = "diloco"\nouter_momentum = 0.9',
+            "outer_momentum = 0.9 with [run] rounds = 99: so long a memory cost 0.42 nats in a run of 32",
+        ),
+        (
+            '[method]\nname = "muloco-1bit"\nerror_feedback = true',
+            'error_feedback = true with codec = "vote"',
+        ),
+        ('[method]\nname = "muloco"\nerror_feedback = false', "is lost for good"),
+        ('[method]\nname = "lordo"\nomega = 1.0', "never leave the span"),
+        ('[method]\nname = "ddp-muon"\ntrim = 2', "a trimmed mean needs more than 4 nodes"),
+        ('[run]\nnodes = 2\n[method]\nname = "muloco-1bit"', "nodes = 2"),
     ],
 )
 def test_what_is_allowed_and_probably_not_meant_gets_a_sentence(text: str, about: str) -> None:
     (sentence,) = advice(RunFile.parse(text))
     assert about in sentence
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[run]\nrounds = 99\n[method]\nname = "diloco"',  # the default follows from the rounds
+        '[run]\nrounds = 99\n[method]\nname = "diloco"\nouter_momentum = 0.8',
+        '[method]\nname = "diloco"\nouter_momentum = 0.9',
+        '[run]\nnodes = 2\n[method]\nname = "muloco"\nschedule = "constant"',
+        *(f'[method]\nname = "{name}"' for name in PRESETS),
+    ],
+)
+def test_what_is_sound_gets_no_advice(text: str) -> None:
+    assert advice(RunFile.parse(text)) == []

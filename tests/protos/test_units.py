@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from protos.units import (
     UnitError,
     format_bytes,
+    format_count,
     format_duration,
     format_rate,
     parse_bytes,
+    parse_count,
     parse_duration,
     parse_rate,
 )
@@ -184,3 +186,34 @@ def test_any_text_is_read_or_refused(text: str) -> None:
             assert read(text) >= 0
         except UnitError as error:
             assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("720M", 720_000_000),
+        ("1.5B", 1_500_000_000),
+        ("1.5 g", 1_500_000_000),
+        ("117_056", 117_056),
+        ("3k", 3000),
+    ],
+)
+def test_counts_are_read(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "-3M", "3 apples", "3 MB"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(UnitError, match="'720M'"):
+        parse_count(text)
+
+
+@given(st.integers(0, 10**15))
+def test_a_written_count_reads_as_nearly_the_same(count: int) -> None:
+    assert parse_count(format_count(count)) == pytest.approx(count, rel=6e-3)
+    assert " " not in format_count(count)
+
+
+def test_a_count_is_not_negative() -> None:
+    with pytest.raises(UnitError, match="negative"):
+        format_count(-1)
