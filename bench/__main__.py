@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.report import Report
+from deploy.terminal import PIPE_COLUMNS
 
 BENCHES: dict[str, tuple[str, str]] = {
     "votes": (
@@ -20,7 +21,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     ),
     "round": ("bench.round", "one vote of 124 M parameters by four processes, split into its phases"),
     "wire": ("bench.wire", "bits per parameter and step, counted at the transport"),
-    "methods": ("bench.methods", "loss of Sign-Muon, Signum and Muon on the embedded corpus, paired seeds"),
+    "bytes": ("bench.bytes", "bytes of every method for a step, counted between real nodes, and by formula"),
+    "methods": ("bench.methods", "loss of every method against its bytes on the embedded text, paired seeds"),
+    "lordo": ("bench.lordo", "what LoRDO's full-rank term, basis and rare exchanges are worth"),
+    "muloco": ("bench.muloco", "one bit a parameter every 16 steps against exact pseudo-gradients and AdamW"),
 }
 
 
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a figure misses its bar")
     options = parser.parse_args(arguments)
 
-    console = Console(stderr=False)
+    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     if options.name is None:
         list_benches(console)
         return 0

@@ -25,6 +25,7 @@ from bench.bare_grpc import GrpcLane, grpc_hub
 from bench.processes import end, started
 from bench.raw_sockets import BlockingLane, LoopLane, blocking_hub, loop_hub
 from bench.report import Report, median
+from protos.buckets import Bucket, BucketTable, TableSchedule
 
 NODES: Final = 4
 PARAMETERS: Final = 124_439_808  # GPT-2 small
@@ -138,7 +139,7 @@ def _node(
         claim = Claim(
             f"node {index}", told.run_digest, told.table_digest, "0" * 64, "float32", "0" * 32, 0, 1
         )
-        exchange.join(claim, PAYLOAD)
+        exchange.join(claim, _tables())
         for repetition in range(WARM_ROUNDS + repeats):
             order = exchange.next_order()
             assert isinstance(order, RoundOrder)
@@ -188,17 +189,19 @@ evaluate_every = 0
 """
 
 
+def _tables() -> TableSchedule:
+    return TableSchedule((BucketTable((Bucket.of("matrices", "majority", [("w", (PARAMETERS,))]),)),))
+
+
 def _coordinate(ready: Channel) -> None:
     from coordinator.service import run_coordinator
     from protos.address import Address
-    from protos.buckets import Bucket, BucketTable
     from protos.invite import Invite
     from protos.runfile import RunFile
 
-    table = BucketTable((Bucket.of("matrices", "majority", [("w", (PARAMETERS,))]),))
     run_coordinator(
         RunFile.parse(RUN_FILE),
-        table,
+        _tables(),
         "bench",
         listen=Address("127.0.0.1", 0),
         on_started=lambda at: ready.put(str(Invite("bench", at.address.host, at.address.port))),

@@ -103,14 +103,14 @@ def _coordinate(method: str, ready: Channel) -> None:
     from protos.invite import Invite
 
     run_file = _run_file(method)
-    table = build_method(run_file.method, model_on_meta(run_file.model)).table
+    tables = build_method(run_file.method, model_on_meta(run_file.model)).tables
     run_coordinator(
         run_file,
-        table,
+        tables,
         "bench",
         listen=Address("127.0.0.1", 0),
         on_started=lambda s: ready.put(
-            (method, table.elements, str(Invite("bench", s.address.host, s.address.port)))
+            (method, tables.of(0).elements, str(Invite("bench", s.address.host, s.address.port)))
         ),
     )
 
@@ -127,7 +127,8 @@ def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier
 
     method, parameters, invite = ready
     run_file = _run_file(method)
-    table = build_method(run_file.method, model_on_meta(run_file.model)).table
+    tables = build_method(run_file.method, model_on_meta(run_file.model)).tables
+    table = tables.of(0)  # that of every round: both methods exchange the same in all of them
     generator = torch.Generator().manual_seed(index)
     payload = torch.zeros(table.nbytes, dtype=torch.uint8)
     for bucket, start in zip(table.buckets, table.offsets, strict=True):
@@ -138,8 +139,8 @@ def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier
     exchange = HubExchange(Invite.parse(invite))
     try:
         told = exchange.describe()
-        claim = Claim(f"node {index}", told.run_digest, table.digest, "0" * 64, "float32", "0" * 32, 0, 1)
-        exchange.join(claim, table.nbytes)
+        claim = Claim(f"node {index}", told.run_digest, tables.digest, "0" * 64, "float32", "0" * 32, 0, 1)
+        exchange.join(claim, tables)
         for number in range(WARM_ROUNDS + rounds):
             order = exchange.next_order()
             assert isinstance(order, RoundOrder) and order.round == number
