@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("name", nargs="?", help="the bench to run")
     parser.add_argument("--quick", action="store_true", help="smaller sizes; ends within 45 s on two cores")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures to FILE, pictures beside it"
+    )
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a figure misses its bar")
     options = parser.parse_args(arguments)
 
@@ -71,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(line + "\n")
+        report.write_pictures(options.json)
     missed = report.missed()
     for sentence in missed:
         print(f"bench {report.bench}: {sentence}", file=sys.stderr)

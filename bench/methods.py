@@ -18,6 +18,9 @@ SIGN_MUON_ALONE: Final = Case("sign-muon, one worker", {"name": "sign-muon"}, no
 SIGN_MUON_NS1: Final = Case("sign-muon, one iteration", {"name": "sign-muon", "lr": 0.016, "ns_steps": 1})
 SIGNUM: Final = Case("signum", {"name": "signum"})
 MUON: Final = Case("ddp-muon", {"name": "ddp-muon"})
+# The flagship of thin links once more, with a quarter and with four times the local steps.
+OFTEN: Final = Case("muloco-1bit, K=4", {"name": "muloco-1bit", "local_steps": 4, "outer_momentum": 0.5})
+SELDOM: Final = Case("muloco-1bit, K=64", {"name": "muloco-1bit", "local_steps": 64})
 FIRST: Final = (SIGN_MUON, SIGN_MUON_ALONE, SIGN_MUON_NS1, SIGNUM, MUON)
 CONTROLS: Final = (SIGN_MUON_ALONE.label, SIGN_MUON_NS1.label)
 
@@ -26,14 +29,14 @@ QUICK_STEPS: Final = 64
 
 
 def cases(steps: int) -> list[Case]:
-    """The first five, and every other preset; one whose rounds are longer than the run takes one round."""
+    """The first five, every other preset, and two variants; a round longer than the run is cut to it."""
     known = {case.label for case in FIRST}
     others = []
     for name, preset in PRESETS.items():
         if name not in known:
             shorter = {"local_steps": steps} if preset.local_steps > steps else {}
             others.append(Case(name, {"name": name, **shorter}))
-    return [*FIRST, *others]
+    return [*FIRST, *others, *(case for case in (OFTEN, SELDOM) if case.method["local_steps"] <= steps)]
 
 
 def run(quick: bool) -> Report:

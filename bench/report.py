@@ -29,6 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -79,6 +80,7 @@ class Report:
     bars: dict[str, Bar] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
 
     def add(
         self, name: str, value: float, *, floor: float | None = None, ceiling: float | None = None
@@ -101,6 +103,15 @@ class Report:
     def note(self, text: str) -> None:
         """Add one line of explanation below the tables."""
         self.notes.append(text)
+
+    def picture(self, name: str, draw: Callable[[Path], None]) -> None:
+        """Add a picture that ``draw`` can write as a PNG."""
+        self.pictures[name] = draw
+
+    def write_pictures(self, figures: Path) -> None:
+        """Write all pictures beside the file of the figures: ``methods-front.png`` by ``methods.json``."""
+        for name, draw in self.pictures.items():
+            draw(figures.with_name(f"{figures.stem}-{name}.png"))
 
     def missed(self) -> list[str]:
         """Figures outside their bars, one sentence each."""

@@ -17,6 +17,7 @@ from bench.report import Report
 from deploy.compare import STANDARD, Entry, at_tokens
 from deploy.compare_command import RichWatcher
 from deploy.compare_outcome import Outcome
+from deploy.compare_picture import draw_front
 from deploy.compare_pool import Job, run_jobs
 from deploy.compare_results import Comparison
 from deploy.simulation import Build
@@ -117,6 +118,7 @@ def add_rows(
             row.state,
             "yes" if row.front and row.label not in controls else "",
         )
+    report.picture("front", lambda path: draw_front(Comparison.of(judged), path))
     best = sorted((row for row in rows[: len(judged)] if row.front), key=lambda row: row.traffic)
     report.note(f"the front, from few bytes to many: {', '.join(row.label for row in best)}")
     report.note("loss: nats per held-out byte; gaps are means over paired runs (same weights and data)")

@@ -82,7 +82,8 @@ def test_a_gap_is_the_mean_over_paired_seeds() -> None:
 @pytest.mark.parametrize("steps", [methods.STEPS, methods.QUICK_STEPS])
 def test_the_table_of_methods_has_all_presets_at_equal_tokens(steps: int) -> None:
     cases = methods.cases(steps)
-    assert {case.label for case in cases} == set(PRESETS) | set(methods.CONTROLS)
+    variants = {case.label for case in (methods.OFTEN, methods.SELDOM)}
+    assert {case.label for case in cases} == set(PRESETS) | set(methods.CONTROLS) | variants
     for case in cases:
         entry = case.entry(steps)
         run = entry.runfile(0)
