@@ -25,6 +25,11 @@ BENCHES: dict[str, tuple[str, str]] = {
     "methods": ("bench.methods", "loss of every method against its bytes on the embedded text, paired seeds"),
     "lordo": ("bench.lordo", "what LoRDO's full-rank term, basis and rare exchanges are worth"),
     "muloco": ("bench.muloco", "one bit a parameter every 16 steps against exact pseudo-gradients and AdamW"),
+    "variants": ("bench.variants", "what else was tried on one-bit pseudo-gradients, most of it in vain"),
+    "planner": (
+        "bench.planner",
+        "time, balance and padding of sharding plans for 70 billion to 2.4 trillion parameters",
+    ),
 }
 
 

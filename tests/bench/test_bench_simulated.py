@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from bench import lordo, methods, muloco
+from bench import lordo, methods, muloco, variants
 from bench.report import Report
 from bench.simulated import Case, Losses, figure_name
 from deploy.compare_outcome import Outcome, simulate
@@ -90,6 +90,17 @@ def test_the_table_of_methods_has_all_presets_at_equal_tokens(steps: int) -> Non
         trained = sum(run.method.micro_steps(index) for index in range(run.run.rounds))
         assert trained * run.run.nodes * run.data.batch == pytest.approx(16 * steps, rel=0.05)
         assert run.method.warmup >= 1 or run.run.rounds == 1
+
+
+def test_variants_are_measured_against_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "simulate", pretend)
+    report = variants.run(False)
+    outcomes = pretend([variants.PRESET, *variants.VARIANTS], steps=variants.STEPS, seeds=variants.SEEDS)
+    losses = Losses(outcomes)
+    for case in variants.VARIANTS:
+        case.entry(variants.STEPS).runfile(0)  # a run file that is accepted
+        gap = report.figures[f"minus_preset_{figure_name(case.label)}"]
+        assert gap == pytest.approx(losses.gap(case, variants.PRESET))
 
 
 def test_figure_names_are_words() -> None:
