@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from deploy.cli_island import island_app
 from deploy.cli_plan import plan
 from deploy.cli_run import run_app
 from deploy.errors import message
@@ -76,6 +77,7 @@ app = typer.Typer(
     help="Train one model across islands of GPUs joined by thin links.",
 )
 app.add_typer(run_app, name="run")
+app.add_typer(island_app, name="island")
 
 
 def _show_version(show: bool) -> None:

@@ -151,42 +151,29 @@ def results_table(comparison: Comparison) -> RenderableType:
     seeds = len(comparison.outcomes[0])
     title = f"{first.tokens:,} tokens, {first.parameters:,} parameters, {first.nodes} nodes"
     title += f", {seeds} seeds" if seeds > 1 else ", 1 seed"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    # Without padding, because the usual 80 columns are few for it; the box still leaves a space.
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=0)
     table.add_column("run", no_wrap=True)
-    columns = (
-        "validation loss",
-        f"minus {first.label}",
-        "rounds",
-        "sent",
-        "received",
-        "fp32 DDP",
-        "bits",
-        "state",
-    )
-    for name in columns:
+    for name in ("loss", f"- {first.label}", "sent", "received", "fewer", "bits", "state"):
         table.add_column(name, justify="right")
     table.add_column(FRONT)
     for row in comparison.rows:
         table.add_row(
             Text(row.label),
             _loss(row, seeds),
-            MISSING
-            if row is first
-            else f"{row.difference:+.4f}"
-            if math.isfinite(row.difference)
-            else MISSING,
-            f"{row.rounds:,}",
+            MISSING if row is first or not math.isfinite(row.difference) else f"{row.difference:+.4f}",
             format_bytes(row.bytes_up),
             format_bytes(row.bytes_down),
-            f"{row.ratio:,.1f}x" if math.isfinite(row.ratio) else MISSING,
+            f"{row.ratio:,.3g}x" if math.isfinite(row.ratio) else MISSING,
             f"{row.bits:.3g}",
             f"{row.state:.3g} B",
             FRONT if row.front else "",
         )
     legend = (
-        "sent, received: payload of a node in the whole run. fp32 DDP: times as many bytes if fp32 gradients "
-        "went through the same hub in every step. bits: sent for each parameter and step. state: kept by a "
-        f"node's optimizer for each parameter. {FRONT}: no other run has a lower loss with fewer bytes."
+        "loss: validation, nats per token. sent, received: payload of a node in the whole run. fewer: how "
+        "many times, than fp32 gradients through the same hub in every step (fp32 DDP). bits: sent for each "
+        "parameter and step. state: kept by a node's optimizer for each parameter. "
+        f"{FRONT}: no other run has a lower loss with fewer bytes."
     )
     notes = [Text(f"note: {note}", style="yellow") for note in comparison.notes]
     return Group(table, Text(legend, style="dim"), *notes)
@@ -195,4 +182,4 @@ def results_table(comparison: Comparison) -> RenderableType:
 def _loss(row: Row, seeds: int) -> str:
     if not math.isfinite(row.loss):
         return "diverged"
-    return f"{row.loss:.4f} ± {row.std:.4f}" if seeds > 1 else number(row.loss, 4)
+    return f"{row.loss:.4f} ±{row.std:.4f}" if seeds > 1 else number(row.loss, 4)

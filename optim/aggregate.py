@@ -206,7 +206,7 @@ class _Reader:
     def __init__(self, bucket: Bucket, rows: Sequence[Bytes], rule: MeanRule) -> None:
         self._rows = rows
         self._rule = rule
-        # A trimmed mean needs the values of all voters at once.
+        # A trimmed mean needs the values of all voters at once: 4 bytes each for the elements of a run.
         about = RUN_ELEMENTS // len(rows) if rule.trim else RUN_ELEMENTS
         self._encodings = _Encodings(bucket.codec, bucket.shape, about)
         self.runs = self._encodings.runs
@@ -224,10 +224,16 @@ class _Reader:
         decoded = self._encodings.decode(self._rows, first, last)
         if not self._rule.trim:
             return weighted_mean(decoded, weights, factors)
-        stack = np.stack([values.astype(np.float64) for values in decoded])
-        if factors is not None:
-            stack *= np.asarray(factors)[:, None]
-        return trimmed_mean(stack, weights, self._rule.trim)
+        stack = np.empty((len(self._rows), last - first), np.float32)
+        for row, values in zip(stack, decoded, strict=True):
+            row[:] = values
+        mean, step = np.empty(last - first), max(1, RUN_ELEMENTS // len(self._rows))
+        for start in range(0, last - first, step):  # a codec that cannot be cut may have made a long run
+            part = stack[:, start : start + step].astype(np.float64)
+            if factors is not None:
+                part *= np.asarray(factors)[:, None]
+            mean[start : start + step] = trimmed_mean(part, weights, self._rule.trim)
+        return mean
 
 
 class _Writer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from protos.methods import (
     LOW_RANK,
@@ -17,6 +17,7 @@ from protos.methods import (
     TORCH,
     VOTE,
     VOTED,
+    WITH_STEPS,
     Basis,
     Coefficients,
     Direction,
@@ -29,14 +30,6 @@ from protos.methods import (
     merge_share,
     omega_of,
 )
-
-# What to use instead where a method of one step a round is given more of them.
-_WITH_STEPS: Final = {
-    "signum": "sign-muon",
-    "ddp-muon": "muloco",
-    "ddp-adamw": "local-adamw",
-    "lowrank-ddp": "lordo",
-}
 
 
 class MethodLike(Protocol):
@@ -268,9 +261,9 @@ def _check(choices: Choices, config: MethodLike) -> None:
     name, steps, optimizer = choices.name, choices.local_steps, choices.optimizer
     if steps < 1:
         raise ValueError(f"local_steps must be at least 1, not {steps}")
-    if steps > 1 and name in _WITH_STEPS:
+    if steps > 1 and name in WITH_STEPS:
         raise ValueError(
-            f"{name} exchanges in every step, not after {steps}: for local steps use {_WITH_STEPS[name]}"
+            f"{name} exchanges in every step, not after {steps}: for local steps use {WITH_STEPS[name]}"
         )
     if config.clip < 0.0 or config.trim < 0:
         raise ValueError(f"clip and trim must not be negative: {config.clip}, {config.trim}")

@@ -84,12 +84,17 @@ def stacks(packs: Sequence[Pack]) -> list[list[Pack]]:
 
 def check_payload(table: BucketTable, payload: Tensor, what: str) -> None:
     """Raise :class:`PayloadError` unless ``payload`` is contiguous 1-D uint8 of ``table.nbytes`` elements."""
+    check_bytes(payload, table.nbytes, what)
+
+
+def check_bytes(payload: Tensor, nbytes: int, what: str) -> None:
+    """Raise :class:`PayloadError` unless ``payload`` is contiguous 1-D uint8 of that size."""
     if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
         raise PayloadError(
             f"{what} must be a contiguous 1-D uint8 tensor, not {payload.dtype} {tuple(payload.shape)}"
         )
-    if payload.numel() != table.nbytes:
-        raise PayloadError(f"{what} has {payload.numel()} bytes, the bucket table needs {table.nbytes}")
+    if payload.numel() != nbytes:
+        raise PayloadError(f"{what} has {payload.numel()} bytes, the bucket table needs {nbytes}")
 
 
 def write_gradients(pack: Pack, gradients: Mapping[str, Tensor | None], out: Tensor) -> None:

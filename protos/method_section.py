@@ -30,6 +30,7 @@ from protos.methods import (
     TORCH,
     VOTE,
     VOTED,
+    WITH_STEPS,
     Basis,
     Coefficients,
     Direction,
@@ -48,13 +49,6 @@ from protos.methods import (
 from protos.problems import Problem, Unset
 from protos.section import Section
 
-# What to use instead where a method of one step a round is given more of them.
-_WITH_STEPS: Final = {
-    "signum": "sign-muon",
-    "ddp-muon": "muloco",
-    "ddp-adamw": "local-adamw or diloco",
-    "lowrank-ddp": "lordo",
-}
 _CHOOSING: Final = tuple(
     name for name in LOCAL if name != "lordo"
 )  # methods with a choice of local optimizer
@@ -348,9 +342,9 @@ class MethodConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         title = self.title
-        if self.local_steps > 1 and self.name in _WITH_STEPS:
+        if self.local_steps > 1 and self.name in WITH_STEPS:
             rule = f"{self.name} exchanges in every step, so this is 1"
-            fix = f"for local steps use {_WITH_STEPS[self.name]}"
+            fix = f"for local steps use {WITH_STEPS[self.name]}"
             yield Problem(title, "local_steps", rule, fix, self.local_steps)
         if not self.has_local_steps:
             return

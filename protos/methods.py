@@ -38,6 +38,13 @@ MOMENTUM: Final = ("sign-muon", "signum", "ddp-muon", "muloco", "muloco-1bit")
 VOTED: Final = ("sign-muon", "signum")  # matrices travel as signs in every step
 LOCAL: Final = ("lordo", "local-adamw", "diloco", "muloco", "muloco-1bit")  # K local steps a round
 LOW_RANK: Final = ("lordo", "lowrank-ddp")
+# What to use instead where a method of one step a round is given more of them.
+WITH_STEPS: Final = {
+    "signum": "sign-muon",
+    "ddp-muon": "muloco",
+    "ddp-adamw": "local-adamw or diloco",
+    "lowrank-ddp": "lordo",
+}
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class HubExchange:
         self._tables: TableSchedule | None = None
         self._result = torch.empty(0, dtype=torch.uint8)
         self._reducing: asyncio.Future[pb.Commit] | None = None
+        self._sent_round, self._sent_as = -1, set[str]()  # the last payload: its round, our names in it
         self._closed = False
         self._network = process_network().open()
         self._link = Link(invite, self.meter, limits or Limits())
@@ -158,6 +159,8 @@ class HubExchange:
                 f"{payload.dtype}{list(payload.shape)}"
             )
         memory = None if payload is None else byte_view(payload)
+        if memory is not None or order.round != self._sent_round:
+            self._sent_round, self._sent_as = order.round, set()
         result = self._result[: table.result_nbytes]
         commit = self._call(
             self._reduce(order, memory, byte_view(result), abstain_reason),
@@ -169,7 +172,9 @@ class HubExchange:
             payload=result if commit.nbytes else None,
             voters=tuple(commit.voters),
             weights=tuple(commit.weights),
-            counted=commit.counted,
+            # A node that is cut off and comes back has another name; what it sent before counts all the same.
+            counted=commit.counted
+            or bool((self._sent_as - {self._session.node}).intersection(commit.voters)),
             agreement=commit.agreement,
             reason=commit.reason,
         )
@@ -204,6 +209,8 @@ class HubExchange:
             if session.order_generation != session.generation:
                 order = await session.offered_again(order)
             contribution = Contribution(self._header(order, memory, reason), memory)
+            if memory is not None:
+                self._sent_as.add(session.node)
             try:
                 return await contribute(self._link, session.secret, contribution, into, self._mark_sent)
             except Trouble as trouble:

@@ -20,6 +20,7 @@ from node.exchange.base import (
     StopOrder,
     WorkReport,
 )
+from optim.mean import F32
 from optim.reduce import SingleNode
 from protos.buckets import TableSchedule
 
@@ -35,7 +36,6 @@ class LocalExchange:
         evaluate_every: rounds between validation losses; 0 measures in the last round only.
         start: first round, for a run that is resumed.
         node: the node's name in the results.
-
         reducer: :meth:`reducer_tensors` of an exchange that is to be continued.
     """
 
@@ -57,6 +57,7 @@ class LocalExchange:
             raise ValueError(f"a micro-step reads at least one sample, not {batch}")
         self._reduction = SingleNode()
         self._reduction.memory.load({name: tensor.numpy() for name, tensor in (reducer or {}).items()})
+        self._before: dict[str, F32] | None = None  # its memory, until the round's result is applied
         self._tables = tables
         self._rounds = rounds
         self._batch = batch
@@ -68,6 +69,7 @@ class LocalExchange:
 
     def next_order(self) -> Order:
         """The next round, or the stop after the last."""
+        self._before = None
         if self._next >= self._rounds:
             return StopOrder(done=True, reason=f"all {self._rounds} rounds are done", evaluate=False)
         last = self._next == self._rounds - 1
@@ -87,6 +89,7 @@ class LocalExchange:
         """What the payload alone is reduced to; without one, a round without voters."""
         if order.round != self._next:
             raise ExchangeError(f"round {order.round} was contributed to, round {self._next} is open")
+        self._before = self._reduction.memory.arrays()
         self._sample += order.lease_count
         self._next += 1
         result = self._reduction(payload, round_index=order.round, table=self._tables.of(order.round))
@@ -111,7 +114,8 @@ class LocalExchange:
         )
 
     def report(self, report: WorkReport) -> None:
-        """Nobody else listens."""
+        """The round has been applied; nobody else listens."""
+        self._before = None
 
     def donate(self, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str) -> None:
         """Never ordered here."""
@@ -125,8 +129,11 @@ class LocalExchange:
         """Nobody else listens."""
 
     def reducer_tensors(self) -> dict[str, torch.Tensor]:
-        """Residuals and bases of the rounds so far; not to be written to."""
-        arrays = self._reduction.memory.arrays()
+        """Residuals and bases of the rounds that have been applied; not to be written to.
+
+        A node that is interrupted between a reduction and its application makes the round again.
+        """
+        arrays = self._reduction.memory.arrays() if self._before is None else self._before
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def bytes_counted(self) -> tuple[int, int]:

@@ -91,6 +91,11 @@ class Session:
         """Of the present session, for the metadata of bulk calls."""
         return self._admission.session if self._admission else ""
 
+    @property
+    def node(self) -> str:
+        """Name of this node in the present session; empty while there is none."""
+        return self._admission.node if self._admission else ""
+
     async def join(self, claim: Claim, seconds: float) -> Admission:
         """Ask for admission, then hold the stream from now on.
 

@@ -23,13 +23,14 @@ from optim.local.anchor import Anchor, host_of
 from optim.local.error_feedback import ErrorFeedback
 from optim.local.layout import Fragment, LocalGroup, Unit, check_numbers, fragments_of, units_of
 from optim.local.outer import OuterStep, decay_factor
-from optim.local.wire import U8, Wire, check_bytes
+from optim.local.wire import U8, Wire
+from optim.packs import check_bytes
 from optim.reduce import Reduction
 from optim.roles import ParameterRole
 from optim.round_optimizer import RoundOptimizer
 from optim.rules import all_usable, check_parameter, usable_gradient
 from protos.buckets import MeanRule
-from protos.methods import Outer
+from protos.methods import Outer, merge_share
 
 # The gradient of a bootstrap round travels in place of a pseudo-gradient, and what a codec loses of its mean
 # is added to the next one: so small, that does not show. A power of two; a basis does not depend on it.
@@ -108,10 +109,9 @@ class LocalSteps(RoundOptimizer):
         order = {role.name: index for index, role in enumerate(self.roles)} if order is None else order
         self._fragments, self.tables = fragments_of(units, fragments, order, rule or MeanRule())
         self._steps, self._overlap = local_steps // fragments, overlap
-        self._mix = (0.5 if overlap else 1.0) if mix is None else mix
-        self._keeps = (
-            fragments > 1 or self._mix < 1.0
-        )  # live parameters differ from the anchor between rounds
+        self._mix = merge_share(overlap) if mix is None else mix
+        # live parameters differ from the anchor between rounds
+        self._keeps = fragments > 1 or self._mix < 1.0
         self._anchor = Anchor(self.roles)
         self._outer = OuterStep(outer, outer_lr, outer_momentum)
         self._feedback = ErrorFeedback()

@@ -114,13 +114,3 @@ class Wire:
         if bucket.name not in self.encoders:
             self.encoders[bucket.name] = codec_of(bucket.codec, bucket.shape).state()
         return self.encoders[bucket.name]
-
-
-def check_bytes(payload: Tensor, nbytes: int, what: str) -> None:
-    """Raise :class:`~optim.packs.PayloadError` unless ``payload`` is contiguous 1-D uint8 of that size."""
-    if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
-        raise PayloadError(
-            f"{what} must be a contiguous 1-D uint8 tensor, not {payload.dtype} {tuple(payload.shape)}"
-        )
-    if payload.numel() != nbytes:
-        raise PayloadError(f"{what} has {payload.numel()} bytes, the bucket table needs {nbytes}")

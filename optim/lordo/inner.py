@@ -29,7 +29,7 @@ from torch import Tensor
 
 from optim.adamw import integer_power
 from optim.lordo.basis import compute_basis
-from optim.lordo.rotation import rotate_first, rotate_moments
+from optim.lordo.rotation import LARGEST, rotate_first, rotate_moments
 from optim.lordo.shapes import LONGEST, basis_shape, moment_shape
 from optim.muon import muon_scale
 from optim.newton_schulz import Coefficients, iteration_triples, newton_schulz
@@ -264,7 +264,7 @@ class LowRankAdam:
         beta1, beta2 = self.options.betas
         mean = first.astype(np.float64) / (1.0 - integer_power(beta1, count))
         floor = np.square(mean) * (1.0 - integer_power(beta2, count))
-        return np.maximum(wide, floor).astype(np.float32)
+        return np.minimum(np.maximum(wide, floor), LARGEST).astype(np.float32)
 
     # ------------------------------------------------------------------ state
 

@@ -19,7 +19,7 @@ from optim.lordo.rotation import rotate_moments
 from optim.lordo.shapes import basis_shape, moment_shape
 from optim.lordo.subspace_step import project, subspace_step
 from optim.lordo.tables import GradientTable
-from optim.packs import Pack, PayloadError, lay_out, read_mean, write_gradients
+from optim.packs import Pack, PayloadError, check_bytes, lay_out, read_mean, write_gradients
 from optim.reduce import Reduction
 from optim.roles import ParameterRole, Role, classify
 from optim.round_optimizer import RoundOptimizer
@@ -139,7 +139,7 @@ class LowRankDDP(RoundOptimizer):
         range. Raises :class:`optim.packs.PayloadError` if ``out`` does not fit the round's table.
         """
         layout = self._layout(round_index)
-        _check(out, layout.table.nbytes, "the output of propose")
+        check_bytes(out, layout.table.nbytes, "the output of propose")
         roles = [*self._matrices, *(item for pack in self._packs for item in pack.items)]
         gradients = {role.name: usable_gradient(role) for role in roles}
         if not all_usable([gradient for gradient in gradients.values() if gradient is not None]):
@@ -177,7 +177,7 @@ class LowRankDDP(RoundOptimizer):
         """
         if payload is not None:
             layout = self._layout(round_index)
-            _check(payload, layout.table.result_nbytes, "the result of the round")
+            check_bytes(payload, layout.table.result_nbytes, "the result of the round")
             payload = payload.cpu()
             rest = [read_mean(pack, payload) for pack in self._packs]
             means = {name: place.read(payload) for name, place in layout.returned.items()}
@@ -323,12 +323,3 @@ def _wide(gradient: Tensor) -> Tensor:
     rows, columns = matrix_shape(tuple(gradient.shape))
     matrix = gradient.reshape(rows, columns)
     return matrix if rows <= columns else matrix.T
-
-
-def _check(payload: Tensor, nbytes: int, what: str) -> None:
-    if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
-        raise PayloadError(
-            f"{what} must be a contiguous 1-D uint8 tensor, not {payload.dtype} {tuple(payload.shape)}"
-        )
-    if payload.numel() != nbytes:
-        raise PayloadError(f"{what} has {payload.numel()} bytes, the bucket table needs {nbytes}")

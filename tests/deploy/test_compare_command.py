@@ -76,7 +76,7 @@ def test_runs_are_simulated_once_and_shown(tmp_path: Path) -> None:
     assert json.loads(again.stdout) == values
     longer = compare(out, "--seeds", "1", "--jobs", "1", "--tokens", str(9 * STEP))
     assert "done already" not in longer.stderr, "another run digest is another run"
-    assert "validation loss" in longer.stdout and str(out / "front.png") in longer.stdout
+    assert "loss: validation" in longer.stdout and str(out / "front.png") in longer.stdout
 
 
 def alive(group: int) -> bool:

@@ -123,11 +123,12 @@ def test_a_simulated_run_becomes_an_outcome() -> None:
     assert result.state_bytes == 4 * result.parameters
 
 
-def test_the_table_shows_every_run() -> None:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_shows_every_run(width: int) -> None:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(results_table(comparison()))
     text = console.export_text()
-    for expected in ("1.9100 ± 0.0100", "-0.1000", "32.0x", "note: a note", "320 tokens", "3 seeds"):
+    for expected in ("1.9100 ±0.0100", "-0.1000", "32x", "note: a note", "320 tokens", "3 seeds"):
         assert expected in text, expected
     lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
     assert "●" in lines["vote"] and "●" in lines["thin"]

@@ -192,7 +192,9 @@ class FakeHub:
         secret = f"secret-{self._count}"
         self.known.add(secret)
         self.joins.put(request)
-        return pb.JoinReply(node="node-0", session=secret, heartbeat_seconds=self.heartbeat_seconds)
+        return pb.JoinReply(
+            node=f"node-{self._count - 1}", session=secret, heartbeat_seconds=self.heartbeat_seconds
+        )
 
     async def _session(self, requests: Any, context: Any) -> None:
         secret = await self._admit(context)

@@ -190,6 +190,40 @@ def test_coordinator_that_restarts_in_mid_round_gets_the_same_payload_again(hub:
     assert any("this session is unknown" in text and "joining again" in text for text in said)
 
 
+@pytest.mark.parametrize("voters", [["node-0", "node-7"], ["node-7"]])
+def test_contribution_counts_that_was_made_before_the_node_came_back_under_another_name(
+    hub: FakeHub, make: Make, voters: list[str]
+) -> None:
+    arrived = threading.Event()
+
+    async def first(stream: ExchangeStream) -> None:
+        await stream.upload()
+        arrived.set()
+        await stream.context.read()
+
+    async def stored(stream: ExchangeStream) -> None:
+        payload = (await stream.upload()).payload  # repeated, and of no use to the coordinator any more
+        await stream.chunks(payload)
+        await stream.commit(7, payload, voters=voters, weights=[1] * len(voters), counted=False)
+
+    def cut() -> None:
+        assert arrived.wait(DEADLINE)
+        hub.exchange = stored
+        hub.end_session()
+        assert hub.sessions.get(timeout=DEADLINE) == "secret-2"
+        hub.open_round(7, members=["node-1"], result_ready=True)
+
+    hub.exchange = first
+    exchange = make()
+    thread = threading.Thread(target=cut)
+    thread.start()
+    result = take_part(hub, exchange, pattern(SMALL), round_index=7)
+    thread.join(DEADLINE)
+    assert hub.joins.qsize() == 2
+    assert result.voters == tuple(voters)
+    assert result.counted == ("node-0" in voters), "else its error feedback would send the same work twice"
+
+
 def test_round_that_went_on_without_a_node_that_was_cut_off_is_lost_not_fatal(
     hub: FakeHub, make: Make
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from node.exchange.base import ExchangeError, RoundOrder, StopOrder
 from node.exchange.local import LocalExchange
 from protos.buckets import Bucket, BucketTable, TableSchedule
-from tests.node.hub_rig import pattern, tables
+from tests.node.hub_rig import pattern, report, tables
 
 ONE = tables(64)
 
@@ -91,6 +91,18 @@ def test_every_round_has_the_sizes_of_its_own_table_and_losses_are_carried_on() 
     assert all(torch.equal(left, right) for left, right in zip(whole[3:], resumed, strict=True))
     forgetful = results(exchange(6, start=3))
     assert not all(torch.equal(left, right) for left, right in zip(whole[3:], forgetful, strict=True))
+
+
+def test_memory_moves_on_once_a_round_is_applied() -> None:
+    """An interrupt may come between: the checkpoint is then of the state before the round."""
+    coded = TableSchedule((BucketTable((Bucket.of("a", "mean", [("a", (64,))], result="1bit"),)),))
+    exchange = LocalExchange(coded, rounds=2, batch=1)
+    order = exchange.next_order()
+    assert isinstance(order, RoundOrder)
+    exchange.reduce(order, torch.arange(64.0).view(torch.uint8))
+    assert not exchange.reducer_tensors()
+    exchange.report(report(0, "s1"))
+    assert exchange.reducer_tensors()
 
 
 def test_local_exchange_refuses_impossible_runs() -> None:

@@ -248,9 +248,12 @@ def test_one_attacker_moves_the_mean_by_a_bounded_amount(rule: dict[str, float])
     assert np.abs(decoded(plain.buckets[0], undefended, 0)).max() > 1e28
 
 
-@pytest.mark.parametrize("rule", [{"trim": 2}, {"clip": 1.0}])
-def test_rules_are_the_same_in_runs(monkeypatch: pytest.MonkeyPatch, rule: dict[str, float]) -> None:
-    table = single("int4:8", (30, 24), **rule)
+@pytest.mark.parametrize("rule", [{"trim": 2}, {"clip": 1.0}, {"clip": 1.0, "trim": 1}])
+@pytest.mark.parametrize("codec", ["int4:8", "1bit-row", "lowrank:3"])  # the last cannot be cut
+def test_rules_are_the_same_in_runs(
+    monkeypatch: pytest.MonkeyPatch, rule: dict[str, float], codec: str
+) -> None:
+    table = single(codec, (30, 24), **rule)
     payloads = [contribution(i, table, 1.0 + i) for i in range(5)]
     whole = reduced(table, payloads, ReducerMemory())
     monkeypatch.setattr(optim.aggregate, "RUN_ELEMENTS", 40)

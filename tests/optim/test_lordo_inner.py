@@ -201,6 +201,22 @@ def test_lossy_moments_stay_usable(codec: str) -> None:
     assert off < {"bf16": 0.02, "int8:64": 0.3, "int4:64": 0.6}[codec] * moved
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_moments_of_a_peer_that_lies_stay_finite(codec: str) -> None:
+    """Whatever a result holds that may be decoded; the square of a root must not overflow either."""
+    largest, name = np.finfo(np.float32).max, "optimizer/weight0/"
+    (role,) = roles_of((4, 6))
+    inner = LowRankAdam([role], local_steps=3, options=LowRankOptions(rank=2, moments_codec=codec))
+    for round_index, basis in enumerate([np.eye(4, 2), np.eye(4, 2), np.eye(4, 2)[::-1]]):
+        results = {
+            name + "basis": np.ascontiguousarray(basis, np.float32),
+            name + "exp_avg": np.full((2, 6), largest, np.float32),
+            name + "exp_avg_sq": np.full((2, 6), -largest, np.float32),
+        }
+        inner.take(role, results, round_index)
+        assert all(bool(tensor.isfinite().all()) for tensor in inner.shared_tensors().values())
+
+
 def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     node = build(SETTINGS, start(8, 13))
     train([node], quadratic(8, 13), 2)

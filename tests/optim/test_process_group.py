@@ -14,14 +14,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from optim.aggregate import ReducerMemory
 from optim.averaged import DDPAdamW, DDPMuon
 from optim.process_group import GroupReduceError, MajorityAllReduce, broadcast_shared_tensors
 from optim.reduce import reduce_payloads
 from optim.sign_muon import SignMuon
+from tests.optim.aggregate_rig import contribution, mixed
 
 DEADLINE = 120.0  # seconds for all processes of a test
 ROUNDS = 4
 WORLD = 3
+CODED = ("int4", "lowrank:3")  # of alternating tables
 METHODS = ("votes", "votes-and-means", "muon", "adamw")
 
 
@@ -70,6 +73,21 @@ def train(rank: int, world: int, group: dist.ProcessGroup | None) -> dict[str, l
     return results
 
 
+def coded(rank: int, group: dist.ProcessGroup | None) -> list[str]:
+    """Results of encoded means, bases, votes and exact means, round after round; the last rank abstains from
+    the second."""
+    reduce = MajorityAllReduce(group, timeout=30.0)
+    results = []
+    for round_index in range(ROUNDS):
+        table = mixed(CODED[round_index % 2])
+        payload = torch.from_numpy(contribution(10 * round_index + rank, table))
+        silent = round_index == 1 and dist.get_rank(group) == dist.get_world_size(group) - 1
+        result = reduce(None if silent else payload, round_index=round_index, table=table)
+        assert result is not None
+        results.append(hashlib.sha256(result.numpy().tobytes()).hexdigest())
+    return [*results, ",".join(sorted(reduce.memory.arrays()))]
+
+
 def disagree(rank: int, group: dist.ProcessGroup | None) -> list[str]:
     """Messages of what must be refused."""
     messages = []
@@ -101,8 +119,10 @@ def entry(rank: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    pair = dist.new_group([0, 1])
-    results: dict[str, object] = {"three": train(rank, 3, None)}
+    pair, late_pair = dist.new_group([0, 1]), dist.new_group([1, 2])
+    results: dict[str, object] = {"three": train(rank, 3, None), "coded": coded(rank, None)}
+    if rank > 0:
+        results["coded pair"] = coded(rank, late_pair)
     if rank < 2:
         results["two"] = train(rank, 2, pair)
         results["messages"] = disagree(rank, pair)
@@ -190,3 +210,23 @@ def test_disagreement_and_absence_are_errors(results: list[dict]) -> None:
     assert first[1] == "rank 1 is in round 6, this rank in round 5"
     assert second[1] == "rank 0 is in round 5, this rank in round 6"
     assert "the headers of round 9 failed or took longer than 0.2 s" in first[2]
+
+
+@pytest.mark.parametrize(("scenario", "ranks"), [("coded", (0, 1, 2)), ("coded pair", (1, 2))])
+def test_encoded_means_and_bases(results: list[dict], scenario: str, ranks: tuple[int, ...]) -> None:
+    """All ranks hold the bytes that one reducer with a memory would send them."""
+    memory = ReducerMemory()
+    expected = []
+    for round_index in range(ROUNDS):
+        table = mixed(CODED[round_index % 2])
+        payloads = [
+            torch.from_numpy(contribution(10 * round_index + rank, table))
+            for rank in ranks
+            if not (round_index == 1 and rank == ranks[-1])
+        ]
+        result = reduce_payloads(table, payloads, round_index=round_index, memory=memory)
+        expected.append(hashlib.sha256(result.numpy().tobytes()).hexdigest())
+    rows = [results[rank][scenario] for rank in ranks]
+    assert [row[:-1] for row in rows] == [expected] * len(ranks)
+    assert rows[0][-1] == ",".join(sorted(memory.arrays()))
+    assert [row[-1] for row in rows[1:]] == [""] * (len(ranks) - 1)  # only the first rank remembers

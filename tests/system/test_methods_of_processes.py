@@ -1,4 +1,4 @@
-"""Methods with local steps by four processes: equal bits after every round, and what a killed node keeps."""
+"""Every method by four processes: equal bits after every round, and what a killed node keeps."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ pytestmark = pytest.mark.slow
 ROUNDS, CONTEXT = 5, 16
 NODES = ("n0", "n1", "n2", "n3")
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sign-muon-1": ("sign-muon", {}),
+    "signum": ("signum", {}),
+    "ddp-muon": ("ddp-muon", {}),
+    "ddp-adamw": ("ddp-adamw", {}),
     "lordo": ("lordo", {"local_steps": 3, "rank": 2}),
     "lowrank-ddp": ("lowrank-ddp", {"rank": 2, "basis_every": 3}),
     "local-adamw": ("local-adamw", {"local_steps": 3}),
