@@ -1,12 +1,11 @@
 """``python -m bench planner``: how long a plan takes, and how well it balances bytes, FLOPs and traffic.
 
 Seconds are CPU times of one thread, from the list of a model's tensors to the layouts of all its groups; the
-hash, which is taken once, is timed apart. Garbage of earlier plans is collected before each.
+hash, which is taken once, is timed apart.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -28,7 +27,6 @@ def timed(work: Callable[[], Result], repeats: int) -> tuple[float, Result]:
     """Median CPU seconds of ``work``, and what it returned last."""
     seconds: list[float] = []
     while True:
-        gc.collect()
         start = time.thread_time()
         result = work()
         seconds.append(time.thread_time() - start)

@@ -163,7 +163,7 @@ class MethodConfig:
     outer: Outer | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
-    rank: int = 8
+    rank: int = 0
     omega: float | None = None
     mu: float = 1.0
     basis: Basis = "global"

@@ -183,7 +183,12 @@ class MethodConfig(Section):
         description="Share of the old outer momentum that each round keeps. Left out: 0.9 in a run of at "
         "least 100 rounds, else 0.5; 0.9 costs a run of 32 rounds 0.42 nats.",
     )
-    rank: int = Field(default=8, ge=1, le=1 << 16, description="Rank of the low-rank moments.")
+    rank: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 16,
+        description="Rank of the low-rank moments; 0 is an eighth of each matrix's shorter side.",
+    )
     omega: float = Field(
         default_factory=lambda data: omega_of(data.get("name", "")),
         ge=0,

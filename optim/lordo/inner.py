@@ -30,7 +30,7 @@ from torch import Tensor
 from optim.adamw import integer_power
 from optim.lordo.basis import compute_basis
 from optim.lordo.rotation import LARGEST, rotate_first, rotate_moments
-from optim.lordo.shapes import LONGEST, basis_shape, moment_shape
+from optim.lordo.shapes import AN_EIGHTH, LONGEST, basis_shape, moment_shape, rank_of
 from optim.muon import muon_scale
 from optim.newton_schulz import Coefficients, iteration_triples, newton_schulz
 from optim.roles import ParameterRole
@@ -48,7 +48,7 @@ class LowRankOptions:
     """Options of :class:`LowRankAdam`; raises ``ValueError`` for values out of range.
 
     Attributes:
-        rank: r; clamped to the shorter side of each matrix.
+        rank: r; clamped to the shorter side of each matrix. 0 is an eighth of that side.
         betas, eps: of the moments. ``1 - b1 <= sqrt(1 - b2)`` keeps the first step after a turn of the basis,
             which may start from moments of zero, no longer than an ordinary one.
         omega: share of the low-rank term: 1 is low-rank only, 0 a normalised gradient without momentum.
@@ -65,7 +65,7 @@ class LowRankOptions:
         ns_steps, ns_coefficients: of the polar factor.
     """
 
-    rank: int = 8
+    rank: int = AN_EIGHTH
     betas: tuple[float, float] = (0.908, 0.99)
     eps: float = 1e-8
     omega: float = 0.9
@@ -78,8 +78,8 @@ class LowRankOptions:
     ns_coefficients: Coefficients = "polar-express"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"the rank must be at least 1, not {self.rank}")
+        if self.rank < 0:
+            raise ValueError(f"the rank must be at least 1, or 0 for an eighth, not {self.rank}")
         for name, beta in (("betas[0]", self.betas[0]), ("betas[1]", self.betas[1])):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), not {beta}")
@@ -370,7 +370,8 @@ def _named(states: Iterable[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]
 
 
 def _basis_of(gradient: Tensor, rank: int) -> Tensor:
-    return torch.from_numpy(compute_basis(_host(gradient.contiguous()), rank, None))
+    matrix = _host(gradient.contiguous())
+    return torch.from_numpy(compute_basis(matrix, rank_of(matrix.shape, rank), None))
 
 
 def _host(tensor: Tensor) -> F32:

@@ -16,7 +16,7 @@ from optim.adamw import adamw_update_
 from optim.lordo.inner import LowRankOptions
 from optim.lordo.ldadam import turn_and_project
 from optim.lordo.rotation import rotate_moments
-from optim.lordo.shapes import basis_shape, moment_shape
+from optim.lordo.shapes import AN_EIGHTH, basis_shape, moment_shape
 from optim.lordo.subspace_step import project, subspace_step
 from optim.lordo.tables import GradientTable
 from optim.packs import Pack, PayloadError, check_bytes, lay_out, read_mean, write_gradients
@@ -45,7 +45,7 @@ class LowRankDDP(RoundOptimizer):
         lr: of the matrices.
         embedding_lr, vector_lr: of AdamW; ``None`` is 6e-3.
         weight_decay: decoupled, of matrices and embeddings.
-        rank: r, clamped to the shorter side.
+        rank: r, clamped to the shorter side; 0 is an eighth of that.
         basis_every: rounds from one basis to the next.
         omega, mu, betas, eps: as in :class:`optim.lordo.inner.LowRankOptions`. Below an ``omega`` of 1 the
             whole gradient travels in every round, because the full-rank term needs it.
@@ -67,7 +67,7 @@ class LowRankDDP(RoundOptimizer):
         embedding_lr: float | None = None,
         vector_lr: float | None = None,
         weight_decay: float = 0.0,
-        rank: int = 8,
+        rank: int = AN_EIGHTH,
         basis_every: int = 16,
         omega: float = 1.0,
         mu: float = 1.0,

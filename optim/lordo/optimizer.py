@@ -10,6 +10,7 @@ from optim.local.adamw import AdamWInner
 from optim.local.layout import LocalGroup
 from optim.local.local_steps import LocalSteps
 from optim.lordo.inner import LowRankAdam, LowRankOptions
+from optim.lordo.shapes import AN_EIGHTH
 from optim.newton_schulz import Coefficients
 from optim.reduce import Reduction
 from optim.roles import Role, classify
@@ -69,7 +70,7 @@ class LoRDO(LocalSteps):
         vector_lr: float | None = None,
         weight_decay: float = 0.0,
         local_steps: int = 32,
-        rank: int = 8,
+        rank: int = AN_EIGHTH,
         betas: tuple[float, float] = (0.908, 0.99),
         eps: float = 1e-8,
         omega: float = 0.9,

@@ -13,16 +13,23 @@ from protos.methods import Direction
 LONGEST: Final = 10.0
 
 
-def basis_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int]:
-    """Shape of the basis of a matrix: its shorter side by the rank, which is at most that side."""
+AN_EIGHTH: Final = 0  # as rank: an eighth of each matrix's shorter side
+
+
+def rank_of(shape: tuple[int, ...], rank: int) -> int:
+    """The rank that a matrix has: at most its shorter side; ``AN_EIGHTH`` of that, and at least 1."""
     short = min(matrix_shape(shape))
-    return short, min(rank, short)
+    return max(1, short // 8) if rank == AN_EIGHTH else min(rank, short)
+
+
+def basis_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """Shape of the basis of a matrix: its shorter side by the rank."""
+    return min(matrix_shape(shape)), rank_of(shape, rank)
 
 
 def moment_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int]:
-    """Shape of a projected gradient, and so of a moment: the clamped rank by the longer side."""
-    rows, columns = matrix_shape(shape)
-    return min(rank, rows, columns), max(rows, columns)
+    """Shape of a projected gradient, and so of a moment: the rank by the longer side."""
+    return rank_of(shape, rank), max(matrix_shape(shape))
 
 
 def state_elements(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from optim.lordo.basis import overlap
 from optim.lordo.inner import LowRankAdam, LowRankOptions
 from optim.lordo.reference import Settings
-from optim.lordo.shapes import state_elements
+from optim.lordo.shapes import AN_EIGHTH, rank_of, state_elements
 from optim.newton_schulz import newton_schulz
 from optim.roles import ParameterRole, classify
 from protos.buckets import BucketTable
@@ -304,7 +304,7 @@ def test_tables_on_the_meta_device_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank"),
+        ({"rank": -1}, "rank"),
         ({"omega": 1.5}, "omega"),
         ({"mu": 0.0}, "mu"),
         ({"eps": -1.0}, "eps"),
@@ -327,3 +327,14 @@ def test_local_steps_below_one_are_refused() -> None:
 
 def test_a_model_of_one_matrix_is_a_matrix() -> None:
     assert [role.role for role in classify(Matrix(start(3, 4)))] == ["matrix"]
+
+
+def test_without_a_rank_each_matrix_has_an_eighth_of_its_shorter_side() -> None:
+    assert [rank_of(shape, AN_EIGHTH) for shape in ((64, 176), (176, 64), (7, 100), (33, 2, 4))] == [
+        8,
+        8,
+        1,
+        1,
+    ]
+    assert [rank_of(shape, 8) for shape in ((64, 176), (5, 100))] == [8, 5]
+    assert LowRankOptions().rank == AN_EIGHTH

@@ -261,7 +261,7 @@ def test_only_vectors_or_only_matrices() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank"),
+        ({"rank": -1}, "rank"),
         ({"basis_every": 0}, "basis_every"),
         ({"lr": -1.0}, "lr"),
         ({"omega": 2.0}, "omega"),
