@@ -1,0 +1,48 @@
+"""Inside an island: matrix-owner and ragged ZeRO-3 sharding of one model over the ranks of one site.
+
+``fully_shard`` is used like that of ``torch.distributed.fsdp``; whole matrices stay with one rank, so that
+optimizers such as Muon, Shampoo and SOAP run unchanged and without communication on what the rank owns.
+"""
+
+from node.island.api import IslandModule, fully_shard
+from node.island.collectives import CommPolicy
+from node.island.costs import Link
+from node.island.inventory import blocks_of, inventory_of
+from node.island.layout import GroupLayout, LayoutError, Plan, TensorMeta
+from node.island.placement import BoundPlan
+from node.island.planner import IslandPlan, Policy, plan_island
+from node.island.state import (
+    clip_grad_norm_,
+    full_state_dict,
+    init_parameters,
+    load_full_state_dict,
+    sharded_parameters,
+)
+from node.island.transfer import IslandError
+from node.island.unit import MixedPrecisionPolicy, Schedule, ShardedParameter
+
+__all__ = [
+    "BoundPlan",
+    "CommPolicy",
+    "GroupLayout",
+    "IslandError",
+    "IslandModule",
+    "IslandPlan",
+    "LayoutError",
+    "Link",
+    "MixedPrecisionPolicy",
+    "Plan",
+    "Policy",
+    "Schedule",
+    "ShardedParameter",
+    "TensorMeta",
+    "blocks_of",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "fully_shard",
+    "init_parameters",
+    "inventory_of",
+    "load_full_state_dict",
+    "plan_island",
+    "sharded_parameters",
+]

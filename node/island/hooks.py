@@ -1,0 +1,131 @@
+"""Module and autograd hooks that tell the runtime when a unit's forward and backward begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from node.island.runtime import Runtime, in_backward
+from node.island.unit import Unit
+
+
+def attach(unit: Unit) -> None:
+    """Register the unit's hooks on its module."""
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return _pre_forward(unit, args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return _post_forward(unit, output)
+
+    unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    unit.module.register_forward_hook(after)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with every tensor in it replaced, through tuples, lists, mappings and dataclasses.
+
+    A container in which nothing changes is returned as it is.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        record = _is_record(value)  # outputs of transformers are both
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        kind: Any = type(value)
+        return replace(cast(Any, value), **changed) if record else kind(changed)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if _is_record(value):
+        names = [field.name for field in fields(value) if field.init]
+        parts = {name: map_tensors(function, getattr(value, name)) for name in names}
+        if all(parts[name] is getattr(value, name) for name in names):
+            return value
+        return replace(value, **parts)
+    return value
+
+
+def _is_record(value: object) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in ``value``."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+class _BackwardExit(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward runs once all their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        unit: Unit = ctx.unit
+        if unit.runtime is not None:
+            unit.runtime.backward_exit(unit)
+        return (None, *gradients)
+
+
+def _pre_forward(
+    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if unit.runtime is None:
+        Runtime.start(unit)
+    assert unit.runtime is not None
+    unit.runtime.forward_enter(unit)
+    policy = unit.policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = map_tensors(lambda x: _cast(x, policy.param_dtype), (args, kwargs))
+    if torch.is_grad_enabled() and not in_backward():
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if inputs:
+            unit.calls += 1
+            outputs = dict(zip(map(id, inputs), cast(Any, _BackwardExit).apply(unit, *inputs), strict=True))
+            args, kwargs = map_tensors(lambda x: outputs.get(id(x), x), (args, kwargs))
+        else:
+            unit.open_calls = True
+    return args, kwargs
+
+
+def _post_forward(unit: Unit, output: Any) -> Any:
+    runtime = unit.runtime
+    assert runtime is not None
+    if unit.policy.output_dtype is not None:
+        output = map_tensors(lambda x: _cast(x, unit.policy.output_dtype), output)
+    if torch.is_grad_enabled():
+
+        def enter(gradient: Tensor) -> None:
+            runtime.backward_enter(unit)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                cast(Any, tensor).register_hook(enter)
+    runtime.forward_exit(unit)
+    return output
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -1,0 +1,88 @@
+"""A collective under way in stages, and the error that names it when the transport fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_HINT = "A rank may have died, or the ranks run different units: the log of the first to fail tells."
+
+Stages = Generator[list[dist.Work], None, Tensor]
+
+
+class IslandError(RuntimeError):
+    """The ranks of an island lost each other or disagree; the text says at what, and on which rank."""
+
+
+@contextmanager
+def guarded(what: str, rank: int, ranks: int) -> Iterator[None]:
+    """Turn a failure of the transport into an :class:`IslandError` that names ``what``."""
+    try:
+        yield
+    except (IslandError, torch.cuda.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise IslandError(f"{what} failed on rank {rank} of {ranks}: {first}. {_HINT}") from error
+
+
+class Transfer:
+    """A gather or reduce that goes on one stage at a time.
+
+    Args:
+        what: named in errors.
+        stages: issues one stage whenever it is resumed, and returns the tensor that was asked for.
+        count: number of stages.
+        guard: wraps the calls of the transport.
+    """
+
+    def __init__(
+        self, what: str, stages: Stages, count: int, guard: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self.what, self._stages, self._left, self._guard = what, stages, count, guard
+        self._count = count
+        self._works: list[dist.Work] = []
+        self._result: Tensor | None = None
+
+    def _finish_stage(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def advance(self) -> None:
+        """Wait for the stage that has been issued and issue the next, if there is another."""
+        if self._left:
+            self._left -= 1
+            with self._guard(self.what):
+                self._finish_stage()
+                self._works = next(self._stages)
+
+    def progress(self) -> None:
+        """Advance, unless nothing is left to issue."""
+        if 0 < self._left < self._count:
+            self.advance()
+
+    def wait(self) -> Tensor:
+        """Run to the end."""
+        while self._left:
+            self.advance()
+        if self._result is None:
+            with self._guard(self.what):
+                self._finish_stage()
+                try:
+                    next(self._stages)
+                except StopIteration as end:
+                    self._result = cast(Tensor, end.value)
+        assert self._result is not None, f"{self.what} has more stages than it was said to have"
+        return self._result
+
+    def abandon(self) -> None:
+        """Wait for the stage that has been issued and leave the rest."""
+        with self._guard(self.what):
+            self._finish_stage()
+        self._stages.close()
