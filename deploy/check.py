@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from deploy.compare import steps_of, trained_tokens
 from deploy.costs import Costs
 from deploy.memory import StateBytes
 from deploy.ring import Traffic
@@ -78,6 +79,7 @@ def bytes_view(runfile: RunFile, costs: Costs) -> RenderableType:
         ("an fp32 ring in every step", ring),
         ("fp32 by way of a hub", hub),
         ("the whole run", f"{both} by a node in {rounds:,} rounds"),
+        ("", f"{_steps(steps_of(runfile))} of each node, {trained_tokens(runfile):,} tokens in all"),
         ("optimizer state", memory_text(costs.state, costs.parameters)),
     ]
     shares = Table(box=box.SIMPLE_HEAD, title="what travels", title_justify="left", title_style="bold")

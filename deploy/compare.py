@@ -98,10 +98,13 @@ def at_tokens(entry: Entry, tokens: int, *, points: int = POINTS) -> Entry:
     trained = trained_tokens(changed.runfile(0))
     if abs(trained - tokens) > TOLERANCE * tokens:
         steps = run.method.micro_steps(1)
+        each = steps * _step_tokens(run)
+        enough = round(each / (2 * TOLERANCE))  # half a round too many or too few is within the tolerance
+        fewer = ", or the run fewer local steps" if steps > 1 else ""
         raise UserError(
-            f"{entry.label}: {_count(rounds, 'round')} of {_count(steps, 'batch')} are {trained:,} tokens, "
-            f"too far from {tokens:,} to be compared: a round of it takes {steps * _step_tokens(run):,}; "
-            "give --tokens a larger number, or the run fewer local steps"
+            f"{entry.label}: {_count(rounds, 'round')} of {_count(steps, 'batch')} {_be(rounds)} "
+            f"{trained:,} tokens, too far from {tokens:,} to be compared: a round of it takes {each:,}; "
+            f"give --tokens another number, from {enough:,} on any will do{fewer}"
         )
     return changed
 
@@ -201,6 +204,10 @@ def _with(values: Values, changes: Mapping[Key, Any]) -> Values:
 
 def _parsed(values: Values, label: str) -> RunFile:
     return RunFile.parse(to_toml(values), label)
+
+
+def _be(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _count(number: int, what: str) -> str:

@@ -56,8 +56,13 @@ def compare_runs(options: Options, console: Console) -> Comparison:
         raise UserError(
             f"{folder} cannot be made: {error.strerror or error}; choose another --out"
         ) from error
-    with RichWatcher(console) as watcher:
-        outcomes = run_jobs(jobs, options.jobs, folder=folder, watcher=watcher)
+    try:
+        with RichWatcher(console) as watcher:
+            outcomes = run_jobs(jobs, options.jobs, folder=folder, watcher=watcher)
+    except KeyboardInterrupt:
+        kept = f"runs that have ended are kept in {folder}; the same command goes on with the others"
+        console.print(kept, markup=False, highlight=False, soft_wrap=True)
+        raise
     groups = [outcomes[start : start + options.seeds] for start in range(0, len(outcomes), options.seeds)]
     comparison = Comparison.of(groups, _notes(groups, wanted))
     _write(comparison, options.out)

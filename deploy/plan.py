@@ -143,7 +143,7 @@ class Recommendation:
 
 def recommend(estimates: Sequence[Estimate], busy: float = BUSY) -> Recommendation:
     """The method with the lowest measured loss of those that keep a node computing for the share ``busy`` of
-    the time; where there is none, the one with the fewest bytes a step.
+    the time; where there is none, the one with the fewest bytes a step of the others that do, or of all.
 
     Raises:
         ValueError: nothing to choose from.
@@ -153,13 +153,7 @@ def recommend(estimates: Sequence[Estimate], busy: float = BUSY) -> Recommendati
     measured = [one for one in estimates if math.isfinite(one.loss)]
     quick = [one for one in measured if one.utilisation >= busy]
     if not quick:
-        least = min(estimates, key=lambda one: one.step_bytes)
-        return Recommendation(
-            least.label,
-            f"no measured method computes for {100 * busy:.0f} % of the time; this one moves the fewest "
-            f"bytes, {format_bytes(least.step_bytes)} a step both ways, and computes for {_percent(least)} "
-            "of it; more local_steps or more bandwidth would help",
-        )
+        return _fewest_bytes(estimates, busy)
     best = min(quick, key=lambda one: one.loss)
     time = f"computes for at least {100 * busy:.0f} % of the time: {_percent(best)}"
     text = f"the only measured method that {time}"
@@ -177,13 +171,33 @@ def recommend(estimates: Sequence[Estimate], busy: float = BUSY) -> Recommendati
     return Recommendation(best.label, text)
 
 
+def _fewest_bytes(estimates: Sequence[Estimate], busy: float) -> Recommendation:
+    """What is left where no measured method keeps a node computing."""
+    share = f"{100 * busy:.0f} % of the time"
+    open_ones = [one for one in estimates if one.utilisation >= busy]
+    least = min(open_ones or estimates, key=lambda one: one.step_bytes)
+    moves = f"moves the fewest bytes, {format_bytes(least.step_bytes)} a step both ways"
+    if open_ones:
+        many = f"of {len(open_ones)} that do without a measured loss it" if len(open_ones) > 1 else "this one"
+        text = f"no measured method computes for {share}; {many} {moves}, and computes for {_percent(least)}"
+        return Recommendation(least.label, f"{text}; 'atoll compare' measures its loss")
+    return Recommendation(
+        least.label,
+        f"no method computes for {share}; this one {moves}, and computes for {_percent(least)} of it; "
+        "more local_steps or more bandwidth would help",
+    )
+
+
 def _percent(one: Estimate) -> str:
     return f"{100 * one.utilisation:.1f} %"
 
 
 def bottleneck(estimates: Sequence[Estimate], situation: Situation) -> str:
-    """A sentence where the coordinator's link limits all methods more than the nodes' links; else empty."""
+    """A sentence where the coordinator's link limits all methods more than the nodes' links, and any of them
+    more than the latency does; else empty."""
     if not estimates or any(one.hub_seconds <= one.node_seconds for one in estimates):
+        return ""
+    if all(one.hub_seconds <= situation.latency for one in estimates):
         return ""
     return (
         f"the coordinator's link is the limit: it carries the bytes of {situation.nodes} nodes; with --hub "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,14 +15,20 @@ from rich.text import Text
 from deploy.errors import UserError
 from deploy.plan import Estimate, Offer, Recommendation, Situation, bottleneck, estimate, recommend
 from deploy.ranking import CANDIDATES, SOURCE
-from deploy.table import MISSING, facts, number, percent
+from deploy.table import MISSING, Fitting, facts, number, percent
 from protos.method_section import MethodConfig
-from protos.runfile import RunFile
+from protos.runfile import RunFile, RunFileError
 from protos.sections import ModelConfig
+from protos.toml_writer import to_toml
 from protos.units import format_bytes, format_duration, format_rate, parse_count, parse_duration, parse_rate
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_BYTES: Final = ("up", "down", "peak", "bits")
+_TIME: Final = ("exchange", "round", "busy")
+_MEMORY: Final = ("state B", "host B")
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,9 @@ def _model(question: Question, runfile: RunFile | None) -> ModelConfig:
         if value is not None
     ]
     if len(named) != 1:
-        what = " and ".join(named) if named else "nothing"
+        what = f"{' and '.join(named)} name one" if named else "nothing names one"
         raise UserError(
-            f"one model is planned for, but {what} names one; "
-            "give one of FILE, --params 720M or --model hf:NAME"
+            f"one model is planned for, but {what}; give one of FILE, --params 720M or --model hf:NAME"
         )
     if runfile is not None:
         return runfile.model
@@ -147,9 +152,10 @@ def _method(name: str, values: Sequence[tuple[str, Any]], codec: str | None) -> 
     if codec is not None and "codec" not in MethodConfig.model_validate(choices).unused():
         choices["codec"] = codec
     try:
-        return RunFile.model_validate({"method": choices}).method
-    except ValueError as error:
-        raise UserError(f"--codec {codec} with {name}: {error}") from error
+        return RunFile.parse(to_toml({"method": choices})).method
+    except RunFileError as error:
+        rules = "; ".join(f"{one.rule}; {one.fix}" if one.fix else one.rule for one in error.problems)
+        raise UserError(f"--codec {codec} with {name}: {rules}") from error
 
 
 def _offers(built: nn.Module, codec: str | None) -> list[Offer]:
@@ -179,51 +185,51 @@ def view(found: Answer) -> RenderableType:
         ("nodes", f"{situation.nodes}, each {link}; {format_duration(situation.step_seconds)} a step"),
         ("coordinator", f"{hub}; {format_duration(situation.latency)} an exchange beside its bytes"),
     ]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("method", no_wrap=True)
-    for name in (
-        "steps",
-        "up",
-        "down",
-        "peak",
-        "bits/step",
-        "exchange",
-        "round",
-        "busy",
-        "state B",
-        "host B",
-        "loss",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in found.estimates:
-        style = "bold green" if each.label == found.recommended.label else ""
-        known = "" if each.state.known else "+"
-        table.add_row(
-            Text(each.label),
-            f"{each.steps:,}",
-            format_bytes(each.bytes_up),
-            format_bytes(each.bytes_down),
-            format_bytes(each.peak_bytes),
-            f"{each.bits:.3f}",
-            format_duration(each.exchange_seconds),
-            format_duration(each.round_seconds),
-            percent(each.utilisation),
-            f"{each.state.device / each.parameters:.2f}{known}",
-            f"{each.state.host / each.parameters:.2f}" if each.state.host else MISSING,
-            number(each.loss),
-            style=style,
-        )
+    table = Fitting(
+        _methods_table(found, ["steps", *_BYTES, *_TIME, *_MEMORY, "loss"]),
+        Group(_methods_table(found, ["steps", *_TIME, "loss"]), _methods_table(found, [*_BYTES, *_MEMORY])),
+    )
     sentences = [
         Text(f"take {found.recommended.label}: {found.recommended.reason}", style="bold"),
         *([Text(found.note, style="yellow")] if found.note else []),
         Text(
-            "up, down: payload of a round at a node; bits: sent for each parameter and step; busy: share of "
-            "the time in which a node computes; state, host: bytes of optimizer state for each parameter, "
+            "up, down: payload of a round at a node, as a mean; peak: the largest; bits: sent for each "
+            "parameter and step; busy: share of the time in which a node computes; state, host: bytes of "
+            "optimizer state for each parameter, "
             f"beside it and in host memory; loss: nats a byte after equal tokens in '{SOURCE}'",
             style="dim",
         ),
     ]
     return Group(facts(rows), table, *sentences)
+
+
+def _methods_table(found: Answer, columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("method", overflow="fold")  # the only one that may be folded
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in found.estimates:
+        cells = _cells(each)
+        style = "bold green" if each.label == found.recommended.label else ""
+        table.add_row(Text(each.label), *(cells[name] for name in columns), style=style)
+    return table
+
+
+def _cells(each: Estimate) -> dict[str, str]:
+    known = "" if each.state.known else "+"
+    return {
+        "steps": f"{each.steps:,}",
+        "up": format_bytes(each.bytes_up),
+        "down": format_bytes(each.bytes_down),
+        "peak": format_bytes(each.peak_bytes),
+        "bits": f"{each.bits:.3f}",
+        "exchange": format_duration(each.exchange_seconds),
+        "round": format_duration(each.round_seconds),
+        "busy": percent(each.utilisation),
+        "state B": f"{each.state.device / each.parameters:.2f}{known}",
+        "host B": f"{each.state.host / each.parameters:.2f}" if each.state.host else MISSING,
+        "loss": number(each.loss),
+    }
 
 
 def as_json(found: Answer) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def sentence(event: events.Event) -> str:
     if isinstance(event, events.Started):
         return (
             f"{event.run}: {event.method}, {event.parameters:,} parameters, "
-            f"{ways(event.payload_bytes, event.result_bytes)} and round, {event.device}, "
+            f"{ways(event.payload_bytes, event.result_bytes)} a round, {event.device}, "
             f"{event.threads} {'thread' if event.threads == 1 else 'threads'}"
         )
     if isinstance(event, events.Joined):
@@ -67,7 +67,9 @@ def sentence(event: events.Event) -> str:
 
 def round_line(event: events.RoundDone) -> str:
     """A round in one line."""
-    line = f"round {event.round + 1}/{event.rounds} loss {number(event.loss)}"
+    line = f"round {event.round + 1}/{event.rounds}"
+    if event.tokens or math.isfinite(event.loss):  # a round caught up with is applied, not trained
+        line += f" loss {number(event.loss)}"
     if event.validation_loss is not None:
         line += f" validation {number(event.validation_loss)}"
         if event.bits_per_byte is not None:
@@ -83,7 +85,7 @@ def round_line(event: events.RoundDone) -> str:
     if event.bytes_up or event.bytes_down:
         line += f" sent {format_bytes(event.bytes_up)} received {format_bytes(event.bytes_down)}"
     seconds = sum(event.seconds.values()) - event.seconds.get("evaluate", 0.0)
-    if seconds > 0:
+    if seconds > 0 and event.tokens:
         line += f" {event.tokens / seconds:,.0f} tokens/s"
     return line
 

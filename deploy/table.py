@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +18,7 @@ MISSING = "–"
 _PHASE_STYLES = {"training": "green", "done": "bold green", "failed": "bold red"}
 _STATE_STYLES = {"active": "green", "lagging": "yellow"}
 _DIGEST_SHOWN = 12
+_UNLIMITED = 10_000  # columns; more than any table has
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -34,6 +35,24 @@ def peer(address: str) -> str:
     """``HOST:PORT`` of a peer as gRPC names it: ``ipv6:%5B::1%5D:5000`` is ``[::1]:5000``."""
     kind, separator, rest = unquote(address).partition(":")
     return rest if separator and kind in ("ipv4", "ipv6") else address
+
+
+class Fitting:
+    """The first of some views for which the console is wide enough; the last where it is for none.
+
+    A table that is too wide would lose whole columns: rich shrinks them down to nothing.
+    """
+
+    def __init__(self, *views: RenderableType) -> None:
+        self._views = views
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(width=_UNLIMITED)
+        for view in self._views[:-1]:
+            if console.measure(view, options=unlimited).maximum <= options.max_width:
+                yield view
+                return
+        yield self._views[-1]
 
 
 def facts(rows: Iterable[tuple[str, RenderableType]], title: str | None = None) -> Table:
@@ -108,33 +127,50 @@ def run_table(reply: pb.StatusReply) -> Table:
     return facts(rows)
 
 
-def roster_table(nodes: Iterable[pb.NodeStatus]) -> Table:
-    """One row a node; the agreement only where somebody has one."""
+def roster_table(nodes: Iterable[pb.NodeStatus]) -> RenderableType:
+    """One row a node, the agreement only where somebody has one; two tables on a narrow terminal."""
     nodes = list(nodes)
-    agreement = any(math.isfinite(node.agreement) for node in nodes)
-    table = Table(box=box.SIMPLE_HEAD, title="nodes", title_justify="left", title_style="bold")
-    for name in ("node", "name", "state", "address"):
-        table.add_column(name, overflow="fold")
-    numbers = ("round", "loss", "up", "down", *(["agreement"] if agreement else ()))
-    for name in (*numbers, "missed", "abstained", "compute"):
-        table.add_column(name, justify="right", no_wrap=True)
+    work = ["round", "loss", "agreement", "compute"]
+    if not any(math.isfinite(node.agreement) for node in nodes):
+        work.remove("agreement")
+    traffic = ["up", "down", "missed", "abstained"]
+    whole = _nodes_table(nodes, ["node", "name", "state", "address", *work, *traffic], title="nodes")
+    narrow = Group(
+        _nodes_table(nodes, ["node", "name", "state", *work], title="nodes"),
+        _nodes_table(nodes, ["node", "address", *traffic]),
+    )
+    return Fitting(whole, narrow)
+
+
+def _nodes_table(nodes: Iterable[pb.NodeStatus], columns: Sequence[str], title: str | None = None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for name in columns:
+        if name in ("node", "name", "state", "address"):
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for node in nodes:
-        reported = node.round > 0 or math.isfinite(node.loss)
-        table.add_row(
-            Text(node.node),
-            Text(node.name),
-            Text(node.state, style=_STATE_STYLES.get(node.state, "yellow")),
-            Text(peer(node.address)),
-            str(node.round) if reported else MISSING,
-            number(node.loss),
-            format_bytes(node.bytes_up),
-            format_bytes(node.bytes_down),
-            *([percent(node.agreement)] if agreement else ()),
-            str(node.missed),
-            str(node.abstained),
-            percent(node.compute_share),
-        )
+        cells = _node_cells(node)
+        table.add_row(*(cells[name] for name in columns))
     return table
+
+
+def _node_cells(node: pb.NodeStatus) -> dict[str, RenderableType]:
+    reported = node.round > 0 or math.isfinite(node.loss)
+    return {
+        "node": Text(node.node),
+        "name": Text(node.name),
+        "state": Text(node.state, style=_STATE_STYLES.get(node.state, "yellow")),
+        "address": Text(peer(node.address)),
+        "round": str(node.round) if reported else MISSING,
+        "loss": number(node.loss),
+        "agreement": percent(node.agreement),
+        "compute": percent(node.compute_share),
+        "up": format_bytes(node.bytes_up),
+        "down": format_bytes(node.bytes_down),
+        "missed": str(node.missed),
+        "abstained": str(node.abstained),
+    }
 
 
 def counters_table(reply: pb.StatusReply) -> Table:

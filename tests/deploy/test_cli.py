@@ -89,6 +89,7 @@ def test_init_writes_a_run_file_that_check_accepts(tmp_path: Path) -> None:
         "optimizer state",
         "between 4 nodes",
         "1-bit votes",
+        "512 steps of each node, 262,144 tokens in all",
     ):
         assert expected in result.output, expected
 

@@ -84,9 +84,14 @@ def test_rounds_come_as_close_as_they_can(steps: int, rounds: int) -> None:
 def test_a_run_that_cannot_come_close_is_refused() -> None:
     entry = Entry("far", {"method": {"name": "diloco"}})
     with pytest.raises(
-        UserError, match=r"far: 1 round of 100 batches are 76,800 tokens, too far from 38,400"
-    ):
+        UserError, match=r"far: 1 round of 100 batches is 76,800 tokens, too far from 38,400"
+    ) as refusal:
         at_tokens(entry, 50 * 768)
+    assert "from 768,000 on any will do, or the run fewer local steps" in str(refusal.value)
+    for tokens in (768_000, 768_000 + 76_800 // 2, 768_000 + 76_799):
+        at_tokens(entry, tokens)
+    with pytest.raises(UserError, match=r"from 7,680 on any will do$"):
+        at_tokens(Entry("one", {"method": {"name": "sign-muon"}}), 10)
     assert at_tokens(entry, 100 * 768, points=0).runfile(0).run.evaluate_every == 0
 
 

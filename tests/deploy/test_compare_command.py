@@ -116,6 +116,7 @@ def test_ctrl_c_ends_the_processes_and_keeps_what_is_done(tmp_path: Path) -> Non
             process.wait(10)
     text = log.read_text()
     assert "interrupted" in text and "Traceback" not in text, text
+    assert f"runs that have ended are kept in {out / 'runs'}; the same command goes on" in text, text
     until(lambda: not alive(process.pid), "the end of all processes", deadline=60.0)
     done = list((out / "runs").iterdir())
     assert 0 < len(done) < 500

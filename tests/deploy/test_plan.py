@@ -64,6 +64,8 @@ def test_the_coordinator_carries_the_bytes_of_all_nodes() -> None:
     assert "--hub 64Mbit/s" in bottleneck([one], situation)
     assert bottleneck([one, estimate(_offer(_table(4, 4)), SITUATION)], situation) == ""
     assert bottleneck([], situation) == ""
+    patient = replace(situation, latency=20.0)
+    assert bottleneck([estimate(_offer(_table(4, 4)), patient)], patient) == "", "the latency is longer"
 
 
 def test_steps_share_an_exchange_and_overlap_hides_it() -> None:
@@ -138,6 +140,19 @@ def test_where_none_keeps_nodes_busy_the_fewest_bytes_win() -> None:
     assert "4 MB a step both ways" in choice.reason and "more local_steps" in choice.reason
     with pytest.raises(ValueError, match="no method"):
         recommend([])
+
+
+def test_a_method_of_unknown_loss_is_recommended_only_where_no_measured_one_keeps_nodes_busy() -> None:
+    found = [
+        _estimate("measured", 1.8, 4),
+        _estimate("short", math.nan, 4, steps=32),
+        _estimate("long", math.nan, 4, steps=64),
+    ]
+    choice = recommend(found)
+    assert choice.label == "long" and "more local_steps" not in choice.reason
+    assert "of 2 that do without a measured loss it moves the fewest bytes, 125 kB a step" in choice.reason
+    assert "computes for 97.0 %; 'atoll compare' measures its loss" in choice.reason
+    assert "this one moves the fewest bytes" in recommend(found[:2]).reason
 
 
 def test_the_ranking_is_in_order_and_of_methods_that_can_be_chosen() -> None:

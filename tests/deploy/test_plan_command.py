@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.errors import UserError
+from deploy.plan_command import Question, answer, view
 from deploy.shape import parameters, shape_for
 from node.model import model_on_meta
 from optim.methods import build_method
@@ -57,6 +59,24 @@ def test_a_plan_as_a_table() -> None:
     ):
         assert expected in result.output, expected
     assert "nan" not in result.output
+
+
+@pytest.mark.parametrize("name", ["", "a-run-with-a-name-that-takes-more-room-than-there-is"])
+def test_a_plan_in_80_columns_cuts_no_number(name: str, tmp_path: Path) -> None:
+    question = Question("1gbit", "2s", params="720M", nodes=8)
+    if name:
+        file = tmp_path / "run.toml"
+        file.write_text(f"[run]\nname = '{name}'\n[method]\nname = 'lordo'\n")
+        question = Question("5mbit", "2s", file=file)
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(view(answer(question)))
+    text = capture.get()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for column in ("steps", "exchange", "busy", "loss", "up", "down", "peak", "bits", "state B", "host B"):
+        assert f" {column} " in text, column
+    assert text.count("muloco-1bit K=64 ") >= 2, "the methods stand in both tables"
 
 
 def test_a_plan_as_json_counts_the_tables_that_a_run_would_have() -> None:
@@ -149,9 +169,12 @@ def test_another_codec_changes_bytes_and_leaves_the_loss_open() -> None:
         (["--params", "3", "--nodes", "8", *LINKS], "no usual decoder"),
         (["--params", "720M", *LINKS], "give --nodes"),
         (["--nodes", "8", *LINKS], "nothing names one; give one of FILE, --params 720M or --model"),
-        (["--nodes", "8", "--params", "720M", "--model", "hf:x", *LINKS], "--params and --model names one"),
+        (["--nodes", "8", "--params", "720M", "--model", "hf:x", *LINKS], "--params and --model name one"),
         (["--nodes", "8", "--model", "gpt2", *LINKS], "write 'hf:' and a folder"),
-        (["--nodes", "8", "--params", "20M", "--codec", "zip", *LINKS], "unknown codec 'zip'"),
+        (
+            ["--nodes", "8", "--params", "20M", "--codec", "zip", *LINKS],
+            "--codec zip with muloco-1bit: unknown codec 'zip': use fp32",
+        ),
         (["nowhere.toml", *LINKS], "cannot be read"),
     ],
 )
@@ -159,3 +182,4 @@ def test_nonsense_is_refused_in_words(arguments: list[str], message: str) -> Non
     result = runner.invoke(app, ["plan", *arguments])
     assert result.exit_code == 1, result.output
     assert message in result.output and "Traceback" not in result.output
+    assert "pydantic" not in result.output

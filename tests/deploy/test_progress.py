@@ -58,8 +58,8 @@ def test_every_event_has_a_sentence() -> None:
 
 def test_the_start_tells_both_ways() -> None:
     start = events.Started("run", "lordo", 117_056, 59_000, "cpu", 2, 0, 61_000)
-    assert "59 kB up, 61 kB down and round, cpu, 2 threads" in sentence(start)
-    assert "59 kB each way and round" in sentence(replace(start, result_bytes=59_000))
+    assert "59 kB up, 61 kB down a round, cpu, 2 threads" in sentence(start)
+    assert "59 kB each way a round" in sentence(replace(start, result_bytes=59_000))
 
 
 def test_a_round_in_one_line() -> None:
@@ -70,7 +70,13 @@ def test_a_round_in_one_line() -> None:
         ROUND, voters=("local",), bytes_up=0, bytes_down=0, validation_loss=2.0, bits_per_byte=2.885
     )
     assert round_line(alone) == "round 5/10 loss 2.500 validation 2.000 (2.885 bits/byte) 8,000 tokens/s"
-    assert "not counted" in round_line(replace(ROUND, counted=False, loss=math.nan))
+    assert "loss – voters 3 agreement 75.0 % not counted" in round_line(
+        replace(ROUND, counted=False, loss=math.nan)
+    )
+    caught_up = replace(ROUND, counted=False, loss=math.nan, tokens=0, bytes_up=400)
+    assert round_line(caught_up) == (
+        "round 5/10 voters 3 agreement 75.0 % not counted sent 400 B received 900 kB"
+    )
     means = round_line(replace(ROUND, agreement=math.nan, micro_steps=16, skipped=2))
     assert "voters 3 steps left out 2/16 sent 1 MB" in means and "agreement" not in means
 

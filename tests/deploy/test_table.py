@@ -105,6 +105,17 @@ def test_names_from_nodes_are_not_markup() -> None:
     assert "reef [bold]" in _text(roster_table(_reply().nodes))
 
 
+def test_in_80_columns_the_roster_is_two_tables_with_every_value() -> None:
+    wide, narrow = (_text(status_view(_reply()), width).splitlines() for width in (160, 80))
+    assert sum("node-0" in line for line in wide) == 1
+    rows = [line for line in narrow if "node-0" in line]
+    assert [row.split() for row in rows] == [
+        ["node-0", "reef", "[bold]", "active", "39", "2.345", "80.0", "%", "87.5", "%"],
+        ["node-0", "192.0.2.7:51000", "600", "kB", "590", "kB", "1", "0"],
+    ]
+    assert max(map(len, narrow)) <= 80
+
+
 def test_a_node_without_a_report_shows_dashes() -> None:
     row = next(line for line in _text(roster_table(_reply().nodes)).splitlines() if "node-1" in line)
     assert row.count(MISSING) == 4
