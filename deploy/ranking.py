@@ -36,15 +36,16 @@ class Candidate:
 
 
 CANDIDATES: Final = (
-    Candidate("sign-muon", "sign-muon", 1.831, "loss_signmuon"),
-    Candidate("ddp-muon", "ddp-muon", 1.836, "loss_ddpmuon"),
-    Candidate("muloco-1bit", "muloco-1bit", 1.916, "loss_muloco1bit"),
-    Candidate("muloco", "muloco", 1.924, "loss_muloco"),
-    Candidate("ddp-adamw", "ddp-adamw", 1.968, "loss_ddpadamw"),
-    Candidate("muloco-1bit K=64", "muloco-1bit", 2.028, values=(("local_steps", 64),)),
-    Candidate("signum", "signum", 2.041, "loss_signum"),
-    Candidate("local-adamw", "local-adamw", 2.063, "loss_localadamw"),
-    Candidate("lowrank-ddp", "lowrank-ddp", 2.068, "loss_lowrankddp"),
-    Candidate("lordo", "lordo", 2.106, "loss_lordo"),
-    Candidate("diloco", "diloco", 2.164, "loss_diloco"),
+    Candidate("sign-muon", "sign-muon", 1.829, "loss_signmuon"),
+    Candidate("ddp-muon", "ddp-muon", 1.838, "loss_ddpmuon"),
+    Candidate("muloco-1bit K=4", "muloco-1bit", 1.871, "loss_muloco1bit_K4", (("local_steps", 4),)),
+    Candidate("muloco-1bit", "muloco-1bit", 1.903, "loss_muloco1bit"),
+    Candidate("ddp-adamw", "ddp-adamw", 1.944, "loss_ddpadamw"),
+    Candidate("muloco", "muloco", 1.950, "loss_muloco"),
+    Candidate("muloco-1bit K=64", "muloco-1bit", 1.978, "loss_muloco1bit_K64", (("local_steps", 64),)),
+    Candidate("local-adamw", "local-adamw", 2.051, "loss_localadamw"),
+    Candidate("signum", "signum", 2.061, "loss_signum"),
+    Candidate("lowrank-ddp", "lowrank-ddp", 2.099, "loss_lowrankddp"),
+    Candidate("lordo", "lordo", 2.132, "loss_lordo"),
+    Candidate("diloco", "diloco", 2.159, "loss_diloco"),
 )
