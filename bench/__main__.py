@@ -30,6 +30,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "bench.planner",
         "time, balance and padding of sharding plans for 70 billion to 2.4 trillion parameters",
     ),
+    "island": (
+        "bench.island",
+        "optimizer step, whole step, bytes and memory of owner-sharded ranks against FSDP2, on thin links",
+    ),
 }
 
 

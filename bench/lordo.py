@@ -44,7 +44,7 @@ K4: Final = _lordo("lordo K=4", local_steps=4, lr=1e-2)
 # A longer full-rank step with a smaller rate is the best found at this batch.
 STRONG: Final = _lordo("lordo mu=0.1", mu=0.1, lr=1e-2)
 MUON: Final = _lordo("lordo muon", direction="muon")
-PLAIN_QHM: Final = _low_rank("lowrank-ddp qhm")
+PLAIN_QHM: Final = _low_rank("lowrank-ddp qhm", omega=0.9)
 LDADAM: Final = Case(
     "ldadam", {"name": "lowrank-ddp", "rank": RANK, "omega": 1.0, "basis_every": 1, "lr": 1e-2}, build=_ldadam
 )

@@ -10,7 +10,7 @@ from typing import Any, Final
 from bench.report import Report
 from bench.simulated import BATCH, CONTEXT, NODES, Case, Losses, add_rows, figure_name, simulate
 
-STEPS, SEEDS = 512, 3
+STEPS, SEEDS = 512, 2
 QUICK_STEPS: Final = 64
 
 
@@ -34,7 +34,7 @@ VARIANTS: Final = (
 
 
 def run(quick: bool) -> Report:
-    """Three seeds of 512 steps; quick: one of 64 of the first variants."""
+    """Two seeds of 512 steps; quick: one of 64 of the first variants."""
     steps, seeds = (QUICK_STEPS, 1) if quick else (STEPS, SEEDS)
     variants = VARIANTS[:2] if quick else VARIANTS
     outcomes = simulate([PRESET, *variants], steps=steps, seeds=seeds)
