@@ -48,13 +48,13 @@ setup: $(READY) ## build .venv with Atoll, torch and the development tools
 demo: setup ## three nodes train on real text through a coordinator on this machine
 	@$(BIN)/atoll demo $(ARGS)
 
-# The tests of the Hugging Face extra need it; a user's `make demo` does without its 400 MB.
-$(VENV)/hf: $(READY)
+# Tests use the optional packages; a user's `make demo` does without their 400 MB.
+$(VENV)/extras: $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
-	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dev,fast,hf]'
+	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dev,fast,hf,island]'
 	@touch $@
 
-test: lint $(VENV)/hf ## check style and types, then run all tests
+test: lint $(VENV)/extras ## check style and types, then run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: setup ## check style, format and types

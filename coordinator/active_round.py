@@ -143,12 +143,12 @@ class ActiveRound:
         member = self.members[node]
         if member.state in (State.COMPLETE, State.ABSTAINED, State.FAILED) and not header.abstain:
             raise Refused(
-                DUPLICATE, f"{node} has already delivered for round {self.round} ({member.state.value})"
+                DUPLICATE, f"{node} has already delivered for round {self.round + 1} ({member.state.value})"
             )
         if header.epoch != self.epoch:
             raise Refused(
                 WRONG_ROUND,
-                f"round {self.round} belongs to epoch {self.epoch}, the header says {header.epoch}",
+                f"round {self.round + 1} belongs to epoch {self.epoch}, the header says {header.epoch}",
             )
         check_header(header, self._shared.table, member.weight)
         if header.abstain:
@@ -365,7 +365,7 @@ class ActiveRound:
             return
         current = reduction is self._reduction  # another attempt may have read rows that were written again
         if error is not None and current:
-            self.verdict = Verdict("fail", f"the reducer failed in round {self.round}: {error!r}")
+            self.verdict = Verdict("fail", f"the reducer failed in round {self.round + 1}: {error!r}")
             self._finish()
             self._on_close(self, self.verdict)
             return

@@ -36,13 +36,14 @@ class Intake:
         if active is None or header.round > run.round:
             raise Refused(
                 WRONG_ROUND,
-                f"round {header.round} is not open: round {run.round} is next ({run.phase}: {run.reason})",
+                f"round {header.round + 1} is not open: round {run.round + 1} is next "
+                f"({run.phase}: {run.reason})",
                 "FAILED_PRECONDITION",
             )
         if node.node not in active.members:
             raise Refused(
                 NOT_A_MEMBER,
-                f"{node.node} is not in the roster of round {active.round} (epoch {active.epoch})",
+                f"{node.node} is not in the roster of round {active.round + 1} (epoch {active.epoch})",
                 "FAILED_PRECONDITION",
             )
         exchange.round, exchange.result = active, active.result  # before an abstention closes the round
@@ -62,15 +63,16 @@ class Intake:
         if header.round < node.first_round or node.node not in run.registry.roster:
             raise Refused(
                 NOT_A_MEMBER,
-                f"{node.node} was not a member in round {header.round}: wait for the next order",
+                f"{node.node} was not a member in round {header.round + 1}: wait for the next order",
                 "FAILED_PRECONDITION",
             )
         result = run.results.get(header.round)
         if result is None:
             # Its session ends here; a node answers that by joining again, and then loads the present state.
+            oldest = run.round if run.results.oldest is None else run.results.oldest
             reason = (
-                f"it asked for round {header.round}, but only the results since round {run.results.oldest} "
-                "are kept: it fell too far behind"
+                f"it asked for round {header.round + 1}, but only the results since round {oldest + 1} are "
+                "kept: it fell too far behind"
             )
             run.departed(node, reason)
             text = f"the session of {node.node} has ended: {reason}; join again to load the present state"

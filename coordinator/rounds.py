@@ -90,7 +90,7 @@ def decide(view: RoundView, policy: Policy) -> Verdict:
     nodes are all slow would rush through empty rounds.
     """
     if not any(seat.live for seat in view.seats):
-        return Verdict("fail", f"every node has left in round {view.round}")
+        return Verdict("fail", f"every node has left in round {view.round + 1}")
     voters = _nodes(view, State.COMPLETE)
     pending = _nodes(view, State.EXPECTED)
     if not pending and not voters and not _nodes(view, State.ABSTAINED):

@@ -158,7 +158,7 @@ class Run:
     def _regroup(self) -> None:
         """Nobody is left who holds the shared state: wait for a node that was cut off to come back."""
         self.phase = "gathering"
-        self.reason = f"every node left before round {self.round}: nobody holds the shared state any more"
+        self.reason = f"every node left before round {self.round + 1}: nobody holds the shared state any more"
         if all(node.left_cleanly for node in self.registry.left):
             self._end("failed", self.reason)
         elif any(self.replays(node) for node in self.registry.joiners()):
@@ -189,7 +189,7 @@ class Run:
 
     def _open_round(self) -> None:
         self.phase = "training"
-        self.reason = f"round {self.round} of {self.plan.rounds}"
+        self.reason = f"round {self.round + 1} of {self.plan.rounds}"
         plan, roster, table = self.plan, self.registry.roster, self.tables.of(self.round)
         members = []
         for node_id, row in zip(roster.members, self._slab.rows(len(roster)), strict=True):

@@ -18,7 +18,7 @@ def reason_of(run: Run) -> str:
     if run.phase == "syncing" and run.syncing is not None:
         return run.syncing.reason
     if run.phase == "training" and run.active is not None:
-        return f"round {run.round}: {run.active.waiting()}"
+        return f"round {run.round + 1}: {run.active.waiting()}"
     return run.reason
 
 

@@ -23,15 +23,20 @@ def run_init(
     ),
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
     method: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes to wait for before round 0.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train: exchanges between the nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes to wait for before the first round.")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Rounds to train: exchanges between the nodes; if not given, as many as make 512 steps."
+        ),
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences that each node reads in a step.")] = None,
     source: Annotated[str | None, typer.Option(help="The text: 'shakespeare', a file, a folder.")] = None,
     set_: Sets = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
     """Write a commented run file."""
-    from deploy.preset import merged, run_text
+    from deploy.preset import merged, run_text, with_rounds
 
     options = {
         ("run", "name"): name,
@@ -41,7 +46,7 @@ def run_init(
         ("data", "batch"): batch,
         ("data", "source"): source,
     }
-    text = run_text(merged(options, set_ or []), str(file))
+    text = run_text(with_rounds(merged(options, set_ or []), str(file)), str(file))
     if str(file) == "-":
         typer.echo(text, nl=False)
         return

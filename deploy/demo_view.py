@@ -72,7 +72,7 @@ def view(history: History, title: str, note: str = "") -> RenderableType:
     if checks:
         last = checks[-1]
         validation = f"{number(last.bits_per_byte)} bits per byte, {number(last.validation_loss)} nats"
-        validation += f" (round {last.round})"
+        validation += f" (round {last.round + 1})"
     own, ring = bytes_text(history)
     curve = Table.grid(padding=(0, 2, 0, 0))
     curve.add_row(number(history.loss), Text(spark([p.loss for p in history.points]), style="cyan"))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from deploy.status import StatusError
-from deploy.table import peer, present, progress_line
+from deploy.table import peer, present, progress_line, trained
 from deploy.watch import ENDED, Source
 from protos import atoll_pb2 as pb
 
@@ -41,7 +41,7 @@ def _state(who: str, node: pb.NodeStatus) -> str:
     if node.state == "lagging":
         return f"{who} lags: it is not waited for until it contributes in time again"
     if node.state == "left":
-        return f"{who} has left after round {node.round}"
+        return f"{who} has left" + (f" after round {trained(node)}" if trained(node) else "")
     return f"{who} is {node.state}"
 
 

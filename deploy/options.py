@@ -26,9 +26,20 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout in
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 ThreadsOption = Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's choice.")]
 SaveOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write checkpoints there.")]
-SaveEvery = Annotated[int, typer.Option(min=0, help="Rounds between two checkpoints; 0 only at the stop.")]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Rounds between two checkpoints, 0 only at the stop; if not given, as often as the validation "
+        "loss is measured, or 50.",
+    ),
+]
 ResumeOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Checkpoint, or folder of checkpoints, to start from.")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Checkpoint, or folder of checkpoints, to start from; that of --save may still be empty.",
+    ),
 ]
 DataOption = Annotated[
     str | None, typer.Option(metavar="PATH", help="Where the run's text or tokens lie on this machine.")

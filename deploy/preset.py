@@ -61,6 +61,31 @@ def run_text(values: Mapping[Key, Any], name: str = "run file") -> str:
     return example_toml(RunFile.parse(to_toml(sections), name))
 
 
+def with_rounds(values: Mapping[Key, Any], name: str = "run file") -> dict[Key, Any]:
+    """``values`` with rounds that make as many steps as the default run, where they leave these open.
+
+    A method with many local steps has fewer rounds, and measures the validation loss more often in them.
+
+    Raises:
+        RunFileError: the values break a rule; ``name`` is what the text calls the file.
+    """
+    if ("run", "rounds") in values:
+        return dict(values)
+    run = RunFile.parse(run_text(values, name))
+    steps = run.method.micro_steps(1)
+    if steps == 1:
+        return dict(values)
+    rounds = max(2, run.method.fragments, _about(run.run.rounds / steps))
+    every = max(1, run.run.evaluate_every * rounds // run.run.rounds)
+    return {("run", "evaluate_every"): every, **values, ("run", "rounds"): rounds}
+
+
+def _about(count: float) -> int:
+    """A clean number near ``count``, or itself if it is whole: from 20 on a multiple of 5, from 100 of 10."""
+    unit = 1 if count < 20 or count == int(count) else 5 if count < 100 else 10
+    return unit * round(count / unit)
+
+
 def merged(options: Mapping[Key, Any], assignments: Iterable[str]) -> dict[Key, Any]:
     """Values of the named options (``None`` = not given), then those of ``--set``, which win."""
     values = {key: value for key, value in options.items() if value is not None}

@@ -35,29 +35,29 @@ def sentence(event: events.Event) -> str:
             f"{ways(event.payload_bytes, event.result_bytes)} a round, {event.device}, "
             f"{event.threads} {'thread' if event.threads == 1 else 'threads'}"
         )
+    if isinstance(event, events.Resumed):
+        return f"resumed from {event.path} at round {event.round}"
     if isinstance(event, events.Joined):
         state = "; the state of the run comes from another node first" if event.needs_state else ""
         return f"joined {event.address} as {event.node}{state}"
     if isinstance(event, events.Abstained):
-        return f"round {event.round}: nothing contributed, {event.reason}"
+        return f"round {event.round + 1}: nothing contributed, {event.reason}"
     if isinstance(event, events.MicroStep):
         step = f"step {event.micro_step}/{event.micro_steps}"
         return f"round {event.round + 1}: {step} loss {number(event.loss)}"
     if isinstance(event, events.RoundDone):
         return round_line(event)
     if isinstance(event, events.RoundMissed):
-        return f"round {event.round} was decided without this node: {event.reason}"
+        return f"round {event.round + 1} was decided without this node: {event.reason}"
     if isinstance(event, events.StateLoaded):
-        return f"state before round {event.round} loaded: {_transfer(event.nbytes, event.seconds)}"
+        return f"state after round {event.round} loaded: {_transfer(event.nbytes, event.seconds)}"
     if isinstance(event, events.StateSent):
-        return (
-            f"state before round {event.round} sent to a newcomer: {_transfer(event.nbytes, event.seconds)}"
-        )
+        return f"state after round {event.round} sent to a newcomer: {_transfer(event.nbytes, event.seconds)}"
     if isinstance(event, events.TransferFailed):
-        return f"the transfer of the state before round {event.round} broke off: {event.reason}"
+        return f"the transfer of the state after round {event.round} broke off: {event.reason}"
     if isinstance(event, events.Evaluated):
         return (
-            f"after round {event.round}: validation {number(event.validation_loss)} nats, "
+            f"after round {event.round + 1}: validation {number(event.validation_loss)} nats, "
             f"{number(event.bits_per_byte)} bits per byte"
         )
     if isinstance(event, events.Saved):

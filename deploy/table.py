@@ -79,6 +79,11 @@ def present(reply: pb.StatusReply) -> int:
     return sum(node.state != "left" for node in reply.nodes)
 
 
+def trained(node: pb.NodeStatus) -> int:
+    """The last round that a node has reported, counted from 1 as people do; 0 if there is none."""
+    return node.round + 1 if node.round > 0 or math.isfinite(node.loss) else 0
+
+
 def votes(reply: pb.StatusReply) -> bool:
     """Whether a majority decides of anything in this run, as far as its last round shows."""
     return bool(reply.round) and math.isfinite(reply.agreement)
@@ -114,7 +119,7 @@ def run_table(reply: pb.StatusReply) -> Table:
     ]
     if measured >= 0:
         rows.append(
-            ("validation", f"{number(validation)} nats, {number(bits)} bits per byte (round {measured})")
+            ("validation", f"{number(validation)} nats, {number(bits)} bits per byte (round {measured + 1})")
         )
     rows.append(("a round", f"{payload(reply)}, {reply.parameters:,} parameters"))
     rows.append(("traffic", f"{format_bytes(reply.bytes_in)} in, {format_bytes(reply.bytes_out)} out"))
@@ -156,13 +161,12 @@ def _nodes_table(nodes: Iterable[pb.NodeStatus], columns: Sequence[str], title: 
 
 
 def _node_cells(node: pb.NodeStatus) -> dict[str, RenderableType]:
-    reported = node.round > 0 or math.isfinite(node.loss)
     return {
         "node": Text(node.node),
         "name": Text(node.name),
         "state": Text(node.state, style=_STATE_STYLES.get(node.state, "yellow")),
         "address": Text(peer(node.address)),
-        "round": str(node.round) if reported else MISSING,
+        "round": str(trained(node) or MISSING),
         "loss": number(node.loss),
         "agreement": percent(node.agreement),
         "compute": percent(node.compute_share),

@@ -171,18 +171,27 @@ def prepare(folder: Path) -> None:
         ) from error
 
 
+def newest(path: Path) -> Path | None:
+    """The checkpoint meant by ``path``: itself, or the newest in it; ``None`` if there is none."""
+    if (path / "meta.json").is_file():
+        return path
+    folders = _folders(path) if path.is_dir() else []
+    return folders[-1][1] if folders else None
+
+
 def find(path: Path) -> Path:
-    """The checkpoint meant by ``path``: itself, or the newest in it.
+    """As :func:`newest`.
 
     Raises:
         CheckpointError: there is none.
     """
-    if (path / "meta.json").is_file():
-        return path
-    folders = _folders(path) if path.is_dir() else []
-    if not folders:
-        raise CheckpointError(f"there is no checkpoint in {path}: name the folder that --save wrote to")
-    return folders[-1][1]
+    found = newest(path)
+    if found is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}: name the folder that --save wrote to; a node saves every "
+            "--save-every rounds and when it stops, so one that was killed before has saved nothing"
+        )
+    return found
 
 
 def load(

@@ -30,6 +30,14 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Resumed:
+    """The state comes from a checkpoint of this node."""
+
+    round: int  # the next to be trained
+    path: Path
+
+
+@dataclass(frozen=True)
 class Joined:
     """Admitted to a run."""
 
@@ -169,6 +177,7 @@ class Summary:
 Event: TypeAlias = (
     Notice
     | Started
+    | Resumed
     | Joined
     | Abstained
     | MicroStep

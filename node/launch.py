@@ -17,7 +17,7 @@ import torch
 from node import checkpoint
 from node.checkpoint import Saving
 from node.data import Dataset, open_data
-from node.events import Event, Joined, Listener, Notice, Started, Summary
+from node.events import Event, Joined, Listener, Notice, Resumed, Started, Summary
 from node.exchange.base import Exchange, ExchangeError
 from node.exchange.hub import HubExchange
 from node.exchange.link import Limits
@@ -34,6 +34,7 @@ from protos.address import Address
 from protos.invite import Invite
 from protos.runfile import RunFile
 
+SAVE_EVERY: Final = 50  # rounds, in a run that measures no validation loss before its end
 _MAX_NAME: Final = 128
 
 
@@ -50,8 +51,10 @@ class Options:
         device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         threads: of torch on the CPU; 0 leaves torch's choice.
         save: folder of checkpoints.
-        save_every: rounds between two checkpoints; 0 = only at the stop.
-        resume: checkpoint, or folder of checkpoints, to start from.
+        save_every: rounds between two checkpoints; 0 = only at the stop. ``None`` is as often as the
+            validation loss is measured, or every :data:`SAVE_EVERY` rounds.
+        resume: checkpoint, or folder of checkpoints, to start from. The folder of ``save`` may hold none yet:
+            a node that is restarted with the same options then starts afresh the first time.
         data: text or token file to read instead of the run file's source (the digest must be the same).
         weight: of the node's vote, 1 to 65535.
         wait: seconds to wait for the coordinator, at the start and after a broken connection.
@@ -62,7 +65,7 @@ class Options:
     device: str = "auto"
     threads: int = 0
     save: Path | None = None
-    save_every: int = 0
+    save_every: int | None = None
     resume: Path | None = None
     data: str | None = None
     weight: int = 1
@@ -112,7 +115,7 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
                 f"the coordinator's run file has the digest {run.run_digest}, read here it is "
                 f"{runfile.digest}: install the same version of Atoll on both"
             )
-        parts = _build(runfile, options)
+        parts = _build(runfile, options, emit)
         tables = parts.optimizer.tables
         if tables.digest != run.table_digest:
             raise ExchangeError(
@@ -137,7 +140,7 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
     _prepare(options)
     with ExitStack() as stack:
         _, emit = _observed(stack, options, on_event)
-        parts = _build(runfile, options)
+        parts = _build(runfile, options, emit)
         emit(_started(parts))
         exchange = LocalExchange(
             parts.optimizer.tables,
@@ -168,7 +171,10 @@ class _Farewell:
 def _work(
     parts: _Parts, exchange: Exchange, options: Options, emit: Listener, farewell: _Farewell
 ) -> Summary:
-    saving = Saving(options.save, options.save_every) if options.save else None
+    every = options.save_every
+    if every is None:
+        every = parts.runfile.run.evaluate_every or SAVE_EVERY
+    saving = Saving(options.save, every) if options.save else None
     worker = Worker(
         parts.runfile,
         parts.model,
@@ -243,7 +249,7 @@ def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[N
     return metrics, emit
 
 
-def _build(runfile: RunFile, options: Options) -> _Parts:
+def _build(runfile: RunFile, options: Options, emit: Listener) -> _Parts:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
@@ -256,9 +262,9 @@ def _build(runfile: RunFile, options: Options) -> _Parts:
         optimizer = build_method(runfile.method, model)
     except ValueError as error:
         raise LaunchError(f"[method] {runfile.method.name} cannot train this model: {error}") from error
-    if options.resume is None:
+    path = _resumed_from(options, emit)
+    if path is None:
         return _Parts(runfile, device, data, model, optimizer)
-    path = checkpoint.find(options.resume)
     optimizer.prepare_load()
     meta = checkpoint.load(
         path,
@@ -268,7 +274,21 @@ def _build(runfile: RunFile, options: Options) -> _Parts:
         loaded=optimizer.loaded,
     )
     reducer = checkpoint.load_reducer(path, meta)
+    emit(Resumed(meta.round, path))
     return _Parts(runfile, device, data, model, optimizer, meta.round, reducer)
+
+
+def _resumed_from(options: Options, emit: Listener) -> Path | None:
+    """The checkpoint to start from, ``None`` to start afresh."""
+    resume, save = options.resume, options.save
+    if resume is None:
+        return None
+    if save is None or save.resolve() != resume.resolve():
+        return checkpoint.find(resume)
+    found = checkpoint.newest(save)
+    if found is None:
+        emit(Notice(f"there is no checkpoint in {save} yet: this node starts afresh"))
+    return found
 
 
 def choose_device(wanted: str) -> torch.device:

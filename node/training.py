@@ -206,7 +206,7 @@ class Training:
         self._last_notice = now
         self._on_event(
             Notice(
-                f"round {work.round}: {work.skipped} of {work.done} micro-steps were left out, their "
+                f"round {work.round + 1}: {work.skipped} of {work.done} micro-steps were left out, their "
                 f"gradients are not finite ({self._skipped} so far)"
             )
         )

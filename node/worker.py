@@ -86,6 +86,7 @@ class Worker:
         self.waiting = False  # for others: nothing is lost if the wait is interrupted
         self._consistent = True  # the shared state is that before self.round, not half of a result
         self._whole = True  # the shared state was not left half loaded
+        self._saved = -1  # the round of the last checkpoint of this state
         self._runfile = runfile
         self._optimizer = optimizer
         self._exchange = exchange
@@ -154,10 +155,12 @@ class Worker:
     def save(self) -> None:
         """Write a checkpoint, if there is a place for it and the shared state is that between two rounds.
 
+        Does nothing if that state is saved already.
+
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._saving is None:
+        if self._saving is None or self._saved == self.round:
             return
         if not (self._consistent and self._whole):
             self._on_event(Notice(f"nothing is saved: the state of round {self.round} is incomplete"))
@@ -165,7 +168,9 @@ class Worker:
         if ahead := self._training.ahead:
             gradients = "one gradient" if ahead == 1 else f"{ahead} gradients"
             self._on_event(
-                Notice(f"the stop came within round {self.round}: the saved momenta are {gradients} ahead")
+                Notice(
+                    f"the stop came within round {self.round + 1}: the saved momenta are {gradients} ahead"
+                )
             )
         path = checkpoint.save(
             self._saving.folder,
@@ -178,6 +183,7 @@ class Worker:
             local=self._optimizer.local_tensors(),
             reducer=self._exchange.reducer_tensors(),
         )
+        self._saved = self.round
         self._on_event(Saved(self.round, path))
 
     def _follow(self) -> StopOrder:
@@ -209,9 +215,9 @@ class Worker:
         if order.round < self.round:
             return  # offered again after a reconnect, and applied already
         if order.round > self.round or not self._whole:
-            held = f"that of round {self.round}" if self._whole else "incomplete after a broken transfer"
+            held = f"that after round {self.round}" if self._whole else "incomplete after a broken transfer"
             raise ExchangeError(
-                f"the coordinator opened round {order.round}, but this node's state is {held}: start the "
+                f"the coordinator opened round {order.round + 1}, but this node's state is {held}: start the "
                 "node again, it will load the present state"
             )
         self._watch.restart()
@@ -347,7 +353,7 @@ class Worker:
     def _load(self, order: LoadOrder) -> None:
         """Replace the shared state. Momenta and error feedback stay: they are this node's own."""
         start = self._clocks.wall()
-        self._whole = False
+        self._whole, self._saved = False, -1
         try:
             with self._interruptible():
                 announced = self._exchange.load(order, self.state.tensors)

@@ -91,9 +91,15 @@ def classify(
         The roles, sorted by name.
 
     Raises:
+        TypeError: ``model`` is no module.
         RoleError: for a pattern that matches no trainable parameter, an unknown role, a role that the
             tensor's shape does not allow, or rows that the blocks do not divide.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the first argument must be the model (a torch.nn.Module), not {type(model).__name__}: pass the "
+            "model itself and not its parameters, as their roles are told from the modules that hold them"
+        )
     overrides, blocks = dict(overrides or {}), dict(blocks or {})
     names, owners = _names_and_owners(model)
     heads = _head_weights(model)

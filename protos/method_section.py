@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -18,6 +18,7 @@ from protos.method_fields import (
     VectorCodec,
 )
 from protos.methods import (
+    BASIS_OF_A_VOTE,
     LOCAL,
     LOW_RANK,
     MOMENTUM,
@@ -56,6 +57,10 @@ _OF_LOCAL_STEPS: Final = (
     *("codec", "embedding_codec", "vector_codec", "error_feedback"),
     *("outer", "outer_lr", "outer_momentum", "fragments", "overlap", "mix"),
 )
+
+
+def _all(reason: str, *keys: str) -> Iterator[tuple[str, str]]:
+    return ((key, reason) for key in keys)
 
 
 # Defaults that follow from other values. Where those are wrong, which is reported, any answer will do.
@@ -261,7 +266,9 @@ class MethodConfig(Section):
     @property
     def has_local_steps(self) -> bool:
         """Whether pseudo-gradients travel."""
-        return local_steps_of(self.name, self.local_steps)
+        # Read only where it decides: a wrong number leaves the rules of other methods to be judged.
+        steps = self.local_steps if self.name == "sign-muon" else 1
+        return local_steps_of(self.name, steps)
 
     @property
     def votes(self) -> bool:
@@ -274,104 +281,136 @@ class MethodConfig(Section):
         """Batches that a node trains in a round."""
         return micro_steps(self.name, self.local_steps, round_index, self.fragments, self.basis)
 
-    def unused(self) -> dict[str, str]:
-        unused: dict[str, str] = {}
+    def without_effect(self) -> Iterable[Iterator[tuple[str, str]]]:
+        return (
+            self._unused_local_optimizer(),
+            self._unused_polar(),
+            self._unused_votes(),
+            self._unused_exchange(),
+            self._unused_feedback(),
+            self._unused_low_rank(),
+            self._unused_of_lordo(),
+            self._unused_mu(),
+            self._unused_final(),
+        )
 
-        def only(condition: bool, reason: str, *keys: str) -> None:
-            if not condition:
-                unused.update(dict.fromkeys(keys, reason))
+    def _unused_local_optimizer(self) -> Iterator[tuple[str, str]]:
+        if self.name not in _CHOOSING:
+            reason = self._only(_CHOOSING, "only these methods have the choice of a local optimizer")
+            yield from _all(reason, "optimizer", "optimizer_options")
+        elif not self.optimizer.startswith(TORCH):
+            yield "optimizer_options", f"{self.optimizer} is not a class of torch.optim"
 
-        def methods(names: tuple[str, ...], what: str) -> str:
-            return f"{what} ({', '.join(names)}), not {self.name}"
-
-        local, torch = self.has_local_steps, self.optimizer.startswith(TORCH)
-        reason = methods(_CHOOSING, "only these methods have the choice of a local optimizer")
-        only(self.name in _CHOOSING, reason, "optimizer", "optimizer_options")
+    def _unused_polar(self) -> Iterator[tuple[str, str]]:
+        """What belongs to polar factors and momenta."""
         if self.name in _CHOOSING:
-            only(torch, f"{self.optimizer} is not a class of torch.optim", "optimizer_options")
-            chosen = f"the local optimizer {self.optimizer} has none"
-            polar = self.optimizer in ("muon", "sign-muon")
-            only(polar, f"{chosen}: only muon and sign-muon have", "ns_steps", "ns_coefficients")
-            only(polar, f"{chosen}: only muon and sign-muon have", "momentum", "nesterov", "scaling")
-        else:
-            polar = self.name in POLAR or (self.name == "lordo" and self.direction == "muon")
-            reason = methods(POLAR, "only methods with a polar factor use it")
-            only(polar, reason, "ns_steps", "ns_coefficients")
-            reason = methods(MOMENTUM, "only methods with a momentum use it")
-            only(self.name in MOMENTUM, reason, "momentum", "nesterov", "scaling")
-        voting = self.name in VOTED and not local
-        reason = methods(VOTED, "only methods that vote in every step have the choice")
-        if self.name in VOTED and local:
-            reason = f"with local_steps = {self.local_steps} codec and embedding_codec say what travels"
-        only(voting, reason, "embeddings", "vectors")
-        if voting and "mean" not in (self.embeddings, self.vectors):
-            reason = f'with {self.name} AdamW runs only where embeddings or vectors are "mean"'
-            unused.update(dict.fromkeys(("beta1", "beta2", "eps"), reason))
-            unused.update(dict.fromkeys(("clip", "trim"), "everything is voted on, nothing averaged"))
-        unused |= self._unused_exchange(local)
-        if self.schedule == "constant":
-            unused["final"] = "a constant schedule ends at the peak"
-        return unused
+            if self.optimizer not in ("muon", "sign-muon"):
+                reason = f"the local optimizer {self.optimizer} has none: only muon and sign-muon have"
+                yield from _all(reason, "ns_steps", "ns_coefficients", "momentum", "nesterov", "scaling")
+            return
+        if self.name not in MOMENTUM:
+            reason = self._only(MOMENTUM, "only methods with a momentum use it")
+            yield from _all(reason, "momentum", "nesterov", "scaling")
+        if self.name not in POLAR and (self.name != "lordo" or self.direction != "muon"):
+            reason = self._only(POLAR, "only methods with a polar factor use it")
+            yield from _all(reason, "ns_steps", "ns_coefficients")
 
-    def _unused_exchange(self, local: bool) -> dict[str, str]:
-        """The keys about pseudo-gradients, outer steps and low ranks that have no effect."""
-        unused: dict[str, str] = {}
-        if not local:
+    def _unused_votes(self) -> Iterator[tuple[str, str]]:
+        """The choice between vote and mean, and what belongs to the means."""
+        if self.name not in VOTED:
+            reason = self._only(VOTED, "only methods that vote in every step have the choice")
+            yield from _all(reason, "embeddings", "vectors")
+        elif self.has_local_steps:
+            reason = f"with local_steps = {self.local_steps} codec and embedding_codec say what travels"
+            yield from _all(reason, "embeddings", "vectors")
+        elif "mean" not in (self.embeddings, self.vectors):
+            reason = f'with {self.name} AdamW runs only where embeddings or vectors are "mean"'
+            yield from _all(reason, "beta1", "beta2", "eps")
+            yield from _all("everything is voted on, nothing averaged", "clip", "trim")
+
+    def _unused_exchange(self) -> Iterator[tuple[str, str]]:
+        """What belongs to pseudo-gradients and outer steps."""
+        if not self.has_local_steps:
             reason = f"{self.name} makes no local steps"
             if self.name == "sign-muon":
                 reason += " unless local_steps is above 1"
-            unused |= dict.fromkeys(_OF_LOCAL_STEPS, reason)
+            yield from _all(reason, *_OF_LOCAL_STEPS)
         elif self.outer != "nesterov":
-            unused["outer_momentum"] = f'outer = "{self.outer}" has no momentum'
-        if local and all(self._exact(c) for c in (self.codec, self.embedding_codec, self.vector_codec)):
-            unused["error_feedback"] = "all codecs are exact, nothing is lost"
-        low_rank = f"only low-rank methods use it ({', '.join(LOW_RANK)}), not {self.name}"
+            yield "outer_momentum", f'outer = "{self.outer}" has no momentum'
+
+    def _unused_feedback(self) -> Iterator[tuple[str, str]]:
+        codecs = (self.codec, self.embedding_codec, self.vector_codec)
+        if self.has_local_steps and all(c not in VOTE and CodecSpec.parse(c).exact for c in codecs):
+            yield "error_feedback", "all codecs are exact, nothing is lost"
+
+    def _unused_low_rank(self) -> Iterator[tuple[str, str]]:
+        """What belongs to low-rank methods, and to one of them alone."""
         if self.name not in LOW_RANK:
-            unused |= dict.fromkeys(("rank", "omega", "mu"), low_rank)
+            reason = f"only low-rank methods use it ({', '.join(LOW_RANK)}), not {self.name}"
+            yield from _all(reason, "rank", "omega", "mu")
         if self.name == "lowrank-ddp":
-            unused |= dict.fromkeys(("clip", "trim"), "lowrank-ddp takes plain means")
+            yield from _all("lowrank-ddp takes plain means", "clip", "trim")
+        else:
+            yield "basis_every", f"only lowrank-ddp uses it, not {self.name}"
+
+    def _unused_of_lordo(self) -> Iterator[tuple[str, str]]:
         if self.name != "lordo":
-            only_lordo = f"only lordo uses it, not {self.name}"
-            unused |= dict.fromkeys(("basis", "direction", "moments_codec"), only_lordo)
+            yield from _all(f"only lordo uses it, not {self.name}", "basis", "direction", "moments_codec")
         elif self.basis == "local":
-            unused["moments_codec"] = "with a local basis the moments stay at home"
-        if self.name != "lowrank-ddp":
-            unused["basis_every"] = f"only lowrank-ddp uses it, not {self.name}"
+            yield "moments_codec", "with a local basis the moments stay at home"
+
+    def _unused_mu(self) -> Iterator[tuple[str, str]]:
         if self.name in LOW_RANK and self.omega == 1.0:
-            unused["mu"] = "with omega = 1 there is no step along the whole gradient"
-        return unused
+            yield "mu", "with omega = 1 there is no step along the whole gradient"
 
-    @staticmethod
-    def _exact(codec: str) -> bool:
-        return codec not in VOTE and CodecSpec.parse(codec).exact
+    def _unused_final(self) -> Iterator[tuple[str, str]]:
+        if self.schedule == "constant":
+            yield "final", "a constant schedule ends at the peak"
 
-    def broken_rules(self) -> Iterator[Problem]:
-        title = self.title
-        if self.local_steps > 1 and self.name in WITH_STEPS:
+    def _only(self, names: tuple[str, ...], what: str) -> str:
+        return f"{what} ({', '.join(names)}), not {self.name}"
+
+    def broken_rules(self) -> Iterable[Iterator[Problem]]:
+        return (
+            self._broken_steps(),
+            self._broken_low_rank_optimizer(),
+            self._broken_rate(),
+            self._broken_codec(),
+            self._broken_fragments(),
+        )
+
+    def _broken_steps(self) -> Iterator[Problem]:
+        if self.name in WITH_STEPS and self.local_steps > 1:
             rule = f"{self.name} exchanges in every step, so this is 1"
             fix = f"for local steps use {WITH_STEPS[self.name]}"
-            yield Problem(title, "local_steps", rule, fix, self.local_steps)
-        if not self.has_local_steps:
-            return
-        if self.optimizer == "lordo" and self.name != "lordo":
+            yield Problem(self.title, "local_steps", rule, fix, self.local_steps)
+
+    def _broken_low_rank_optimizer(self) -> Iterator[Problem]:
+        if self.has_local_steps and self.name != "lordo" and self.optimizer == "lordo":
             rule = (
                 "the low-rank optimizer needs a basis from all nodes, which only the method lordo exchanges"
             )
-            yield Problem(title, "optimizer", rule, 'write name = "lordo"', self.optimizer)
-        if self.optimizer.startswith(TORCH) and "lr" not in self.model_fields_set:
+            yield Problem(self.title, "optimizer", rule, 'write name = "lordo"', self.optimizer)
+
+    def _broken_rate(self) -> Iterator[Problem]:
+        torch = self.has_local_steps and self.optimizer.startswith(TORCH)
+        if torch and "lr" not in self.model_fields_set:
             rule = f"must be given with optimizer = {self.optimizer!r}, whose best value nobody has measured"
-            yield Problem(title, "lr", rule, "for example lr = 0.01")
+            yield Problem(self.title, "lr", rule, "for example lr = 0.01")
+
+    def _broken_codec(self) -> Iterator[Problem]:
         if self.name == "lordo" and self.basis == "global" and self.codec in VOTE:
-            rule = "the basis follows from the mean pseudo-gradient, and a vote has none"
-            yield Problem(title, "codec", rule, 'use "1bit" for as few bytes', self.codec)
-        yield from self._broken_fragments()
+            yield Problem(self.title, "codec", BASIS_OF_A_VOTE, 'use "1bit" for as few bytes', self.codec)
 
     def _broken_fragments(self) -> Iterator[Problem]:
-        steps, parts = self.local_steps, self.fragments
+        if not self.has_local_steps:
+            return
+        parts = self.fragments
         if parts > 1 and self.name == "lordo" and self.basis == "global":
             rule = "lordo finds its first bases for the whole model at once, so this is 1"
             yield Problem(self.title, "fragments", rule, "for fragments use muloco or diloco", parts)
             return
+        steps = self.local_steps
         if steps % parts:
             near = sorted({max(parts, steps // parts * parts), (steps // parts + 1) * parts})
             rule = f"must divide local_steps = {steps}, so that all rounds are equally long"

@@ -33,6 +33,9 @@ Direction = Literal["adam", "muon"]
 VOTE: Final = ("vote", "vote-row")  # codecs of a pseudo-gradient whose signs the majority decides
 TORCH: Final = "torch:"  # before the name of a class of torch.optim as local optimizer
 
+# Why a global basis and a vote do not go together.
+BASIS_OF_A_VOTE: Final = "the basis follows from the mean pseudo-gradient, and a vote has none"
+
 POLAR: Final = ("sign-muon", "ddp-muon", "muloco", "muloco-1bit")  # take the polar factor of a momentum
 MOMENTUM: Final = ("sign-muon", "signum", "ddp-muon", "muloco", "muloco-1bit")
 VOTED: Final = ("sign-muon", "signum")  # matrices travel as signs in every step

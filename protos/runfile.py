@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from protos.digests import sha256_text
 from protos.method_section import MethodConfig
 from protos.methods import outer_momentum
-from protos.problems import Problem, problem_of, with_lines
-from protos.section import Section, refuse
+from protos.problems import Problem, nearest, problem_of, with_lines
+from protos.section import judged, refuse
 from protos.sections import (
     SECTIONS,
     CoordinatorConfig,
@@ -84,7 +84,7 @@ class RunFile(BaseModel):
             given = method.model_fields_set
             method = MethodConfig.model_construct(_fields_set=given, **{**dict(method), **left_out})
             object.__setattr__(self, "method", method)
-        refuse([*_broken_between(self.run, self.method), *_broken_vocab(self.model, self.data)])
+        refuse([*judged((*_broken_between(self.run, self.method), *_broken_vocab(self.model, self.data)))])
         return self
 
     @classmethod
@@ -128,7 +128,7 @@ class RunFile(BaseModel):
         except ValidationError as error:
             problems = [problem for item in error.errors() for problem in problem_of(item, SECTIONS)]
             known = set(map(str, problems))
-            problems += [problem for problem in _broken_between_valid(raw) if str(problem) not in known]
+            problems += [problem for problem in _broken_beside(raw, error) if str(problem) not in known]
             raise RunFileError(name, with_lines(problems, text)) from error
 
     @property
@@ -147,38 +147,61 @@ class RunFile(BaseModel):
         )
 
 
-def _broken_between(run: RunConfig, method: MethodConfig) -> Iterator[Problem]:
-    if method.warmup >= run.rounds and "warmup" in method.model_fields_set:
+def _broken_between(run: RunConfig, method: MethodConfig) -> Iterable[Iterator[Problem]]:
+    return _broken_warmup(run, method), _broken_rounds(run, method), _broken_fragments(run, method)
+
+
+def _broken_warmup(run: RunConfig, method: MethodConfig) -> Iterator[Problem]:
+    if "warmup" in method.model_fields_set and method.warmup >= run.rounds:
         rule = f"must be less than [run] rounds = {run.rounds}, or the learning rate never reaches its peak"
         yield Problem("method", "warmup", rule, f"for example {run.rounds // 10}", method.warmup)
-    if method.micro_steps(0) < method.micro_steps(1) and run.rounds < 2:
-        rule = "must be at least 2 with lordo: round 0 only finds the first basis"
+
+
+def _broken_rounds(run: RunConfig, method: MethodConfig) -> Iterator[Problem]:
+    if run.rounds < 2 and method.micro_steps(0) < method.micro_steps(1):
+        rule = "must be at least 2 with lordo: the first round only finds the first basis"
         yield Problem("run", "rounds", rule, "", run.rounds)
+
+
+def _broken_fragments(run: RunConfig, method: MethodConfig) -> Iterator[Problem]:
     if method.fragments > run.rounds:
         rule = f"must not be more than [run] rounds = {run.rounds}, or some fragments are never exchanged"
         yield Problem("method", "fragments", rule, f"at most {run.rounds}", method.fragments)
 
 
-def _broken_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
+def _broken_vocab(model: ModelConfig, data: DataConfig) -> Iterable[Iterator[Problem]]:
+    return _too_small_vocab(model, data), _missing_vocab(model, data)
+
+
+def _too_small_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
     if data.tokenizer == "bytes" and model.vocab is not None and model.vocab < 256:
         rule = 'must be at least 256 with [data] tokenizer = "bytes"'
         yield Problem("model", "vocab", rule, "or leave it out", model.vocab)
+
+
+def _missing_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
     tokens = data.tokenizer != "bytes" or data.source.endswith((".bin", ".npy"))
     if tokens and model.vocab is None and not model.name.startswith("hf:"):
         rule = "must be given unless the data are bytes: the coordinator never reads the data"
         yield Problem("model", "vocab", rule, "write the number of the tokenizer's token ids")
 
 
-def _broken_between_valid(raw: dict[str, Any]) -> Iterator[Problem]:
-    """The rules between sections, for as many of the sections as are valid by themselves."""
-
-    def valid(section: type[Section]) -> Any:
-        try:
-            return section.model_validate(raw.get(section.title, {}))
-        except ValidationError:
-            return None
-
-    if (run := valid(RunConfig)) and (method := valid(MethodConfig)):
-        yield from _broken_between(run, method)
-    if (model := valid(ModelConfig)) and (data := valid(DataConfig)):
-        yield from _broken_vocab(model, data)
+def _broken_beside(raw: dict[str, Any], error: ValidationError) -> Iterator[Problem]:
+    """The rules between keys and between sections, as far as they can be judged beside wrong values."""
+    given = {title: raw.get(title, {}) for title in SECTIONS if isinstance(raw.get(title, {}), dict)}
+    wrong: dict[str, set[str]] = {title: set() for title in given}
+    for item in error.errors():
+        title, key = [*map(str, item["loc"]), "", ""][:2]
+        if title in wrong and key in given[title]:
+            meant = nearest(key, SECTIONS[title].model_fields)
+            unknown = item["type"] == "extra_forbidden" and meant not in given[title]
+            wrong[title] |= {key, meant} if unknown and meant else {key}
+    sections: dict[str, Any] = {
+        title: SECTIONS[title].without(values, wrong[title]) for title, values in given.items()
+    }
+    for section in sections.values():
+        yield from section.problems()
+    if (run := sections.get("run")) and (method := sections.get("method")):
+        yield from judged(_broken_between(run, method))
+    if (model := sections.get("model")) and (data := sections.get("data")):
+        yield from judged(_broken_vocab(model, data))

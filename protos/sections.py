@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field
@@ -71,7 +71,10 @@ class RunConfig(Section):
         default=512, ge=1, le=10**9, description="Rounds to train: exchanges between the nodes."
     )
     nodes: int = Field(
-        default=3, ge=1, le=65535, description="Nodes to wait for before round 0; more may join later."
+        default=3,
+        ge=1,
+        le=65535,
+        description="Nodes to wait for before the first round; more may join later.",
     )
     evaluate_every: int = Field(
         default=32,
@@ -114,14 +117,18 @@ class ModelConfig(Section):
     )
     tied: bool = Field(default=True, description="Whether the embedding is the output head as well.")
 
-    def unused(self) -> dict[str, str]:
-        if not self.name.startswith("hf:"):
-            return {}
-        return dict.fromkeys(
-            ("d_model", "layers", "heads", "ff", "tied"), f"{self.name} brings its own sizes"
-        )
+    def without_effect(self) -> Iterable[Iterator[tuple[str, str]]]:
+        return (self._unused_sizes(),)
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _unused_sizes(self) -> Iterator[tuple[str, str]]:
+        if self.name.startswith("hf:"):
+            for key in ("d_model", "layers", "heads", "ff", "tied"):
+                yield key, f"{self.name} brings its own sizes"
+
+    def broken_rules(self) -> Iterable[Iterator[Problem]]:
+        return (self._broken_heads(),)
+
+    def _broken_heads(self) -> Iterator[Problem]:
         if self.name == "llama" and self.d_model % (2 * self.heads):
             rule = (
                 f"d_model = {self.d_model} must be a multiple of 2 x heads (rotary positions need even heads)"
@@ -173,7 +180,10 @@ class RoundConfig(Section):
         description="Fraction of the live members that has to contribute for a round to commit.",
     )
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def broken_rules(self) -> Iterable[Iterator[Problem]]:
+        return (self._broken_deadline(),)
+
+    def _broken_deadline(self) -> Iterator[Problem]:
         if self.deadline > self.start_timeout:
             rule = f"must not be longer than start_timeout = {self.start_timeout:g} s"
             yield Problem(

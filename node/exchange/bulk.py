@@ -68,7 +68,7 @@ async def contribute(
             if not isinstance(message, bytes):
                 raise Trouble(
                     Kind.CUT,
-                    f"the coordinator at {link.address} ended round {assembly.round} without a commit",
+                    f"the coordinator at {link.address} ended round {assembly.round + 1} without a commit",
                 )
             commit = assembly.add(message)
             if commit is not None:

@@ -155,7 +155,7 @@ class HubExchange:
         table = self._table(order.round)
         if payload is not None and (payload.dtype is not torch.uint8 or payload.numel() != table.nbytes):
             raise ValueError(
-                f"the payload of round {order.round} must be uint8[{table.nbytes}], not "
+                f"the payload of round {order.round + 1} must be uint8[{table.nbytes}], not "
                 f"{payload.dtype}{list(payload.shape)}"
             )
         memory = None if payload is None else byte_view(payload)
@@ -165,7 +165,7 @@ class HubExchange:
         commit = self._call(
             self._reduce(order, memory, byte_view(result), abstain_reason),
             self.limits.round + self.limits.reconnect + _SLACK_SECONDS,
-            f"round {order.round}",
+            f"round {order.round + 1}",
         )
         return RoundResult(
             round=order.round,
@@ -191,7 +191,7 @@ class HubExchange:
         try:
             await asyncio.wait({work, halt}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise RoundLost(f"round {order.round} was broken off: this node has been told to stop")
+                raise RoundLost(f"round {order.round + 1} was broken off: this node has been told to stop")
             return await work
         finally:
             work.cancel()
@@ -202,7 +202,7 @@ class HubExchange:
     ) -> pb.Commit:
         session = self._session
         patience = Patience(
-            f"the commit of round {order.round}", self.limits.reconnect, self._timing, self._say
+            f"the commit of round {order.round + 1}", self.limits.reconnect, self._timing, self._say
         )
         hidden = False
         while True:
@@ -215,11 +215,12 @@ class HubExchange:
                 return await contribute(self._link, session.secret, contribution, into, self._mark_sent)
             except Trouble as trouble:
                 if self._cut_off(trouble):
-                    self._say(f"cut off in round {order.round}: {trouble}")
+                    self._say(f"cut off in round {order.round + 1}: {trouble}")
                     order = await session.offered_again(order)
                 elif trouble.kind is Kind.REFUSED and memory is not None:
                     self._say(
-                        f"the contribution to round {order.round} was refused: {trouble}; fetching the result"
+                        f"the contribution to round {order.round + 1} was refused: {trouble}; "
+                        "fetching the result"
                     )
                     memory, reason = None, "its contribution was refused"
                 elif trouble.kind is Kind.HIDDEN and not hidden:

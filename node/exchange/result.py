@@ -71,7 +71,7 @@ class ResultAssembly:
         except DecodeError as error:
             raise self._broken(f"its commit cannot be read: {error}") from error
         if commit.round != self.round:
-            raise self._broken(f"it commits round {commit.round}")
+            raise self._broken(f"it commits round {commit.round + 1}")
         if commit.nbytes not in (0, len(self._buffer)):
             raise self._broken(
                 f"it announces {commit.nbytes} bytes, the bucket table has {len(self._buffer)}"
@@ -87,6 +87,6 @@ class ResultAssembly:
     def _broken(self, what: str) -> Trouble:
         return Trouble(
             Kind.PROTOCOL,
-            f"the result of round {self.round} is damaged and was not applied: {what}. Nothing of the run is "
-            "lost: start this node again, and check its memory and network if this repeats",
+            f"the result of round {self.round + 1} is damaged and was not applied: {what}. Nothing of the "
+            "run is lost: start this node again, and check its memory and network if this repeats",
         )

@@ -148,7 +148,8 @@ class Session:
             return following
         self._orders.appendleft(following)
         raise RoundLost(
-            f"round {order.round} went on without this node while it was cut off from {self._link.address}"
+            f"round {order.round + 1} went on without this node while it was cut off from "
+            f"{self._link.address}"
         )
 
     async def leave(self, reason: str) -> None:

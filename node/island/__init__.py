@@ -5,12 +5,18 @@ optimizers such as Muon, Shampoo and SOAP run unchanged and without communicatio
 """
 
 from node.island.api import IslandModule, fully_shard
+from node.island.checkpoint import CheckpointError
+from node.island.checkpoint import load as load_checkpoint
+from node.island.checkpoint import save as save_checkpoint
 from node.island.collectives import CommPolicy
 from node.island.costs import Link
+from node.island.export import export_safetensors, import_safetensors
 from node.island.inventory import blocks_of, inventory_of
 from node.island.layout import GroupLayout, LayoutError, Plan, TensorMeta
+from node.island.optimizers import IslandOptimizer
 from node.island.placement import BoundPlan
 from node.island.planner import IslandPlan, Policy, plan_island
+from node.island.routing import route
 from node.island.state import (
     clip_grad_norm_,
     full_state_dict,
@@ -23,10 +29,12 @@ from node.island.unit import MixedPrecisionPolicy, Schedule, ShardedParameter
 
 __all__ = [
     "BoundPlan",
+    "CheckpointError",
     "CommPolicy",
     "GroupLayout",
     "IslandError",
     "IslandModule",
+    "IslandOptimizer",
     "IslandPlan",
     "LayoutError",
     "Link",
@@ -38,11 +46,16 @@ __all__ = [
     "TensorMeta",
     "blocks_of",
     "clip_grad_norm_",
+    "export_safetensors",
     "full_state_dict",
     "fully_shard",
+    "import_safetensors",
     "init_parameters",
     "inventory_of",
+    "load_checkpoint",
     "load_full_state_dict",
     "plan_island",
+    "route",
+    "save_checkpoint",
     "sharded_parameters",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -78,6 +78,12 @@ class IslandModule(nn.Module):
             group.rebind()
         return self
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``nn.Module``: the tensors of this rank, whether or not the weights are gathered."""
+        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
+        with unit.showing_shards():
+            return super().state_dict(*args, **kwargs)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -88,7 +94,10 @@ class IslandModule(nn.Module):
         """
         if assign:
             raise LayoutError("load_state_dict(assign=True) would replace sharded parameters: leave it out")
-        return super().load_state_dict(state_dict, strict)
+        with ExitStack() as stack:
+            for unit in self._island_units():
+                stack.enter_context(unit.showing_shards())
+            return super().load_state_dict(state_dict, strict)
 
 
 def fully_shard(

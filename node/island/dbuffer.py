@@ -70,7 +70,6 @@ class DBuffer:
             nn.Parameter(self.shard_view(index), requires_grad=requires_grad)
             for index in range(len(layout.tensors))
         ]
-        self._requires_grad = requires_grad
         self._make_full()
 
     def _make_full(self) -> None:
@@ -81,8 +80,8 @@ class DBuffer:
         self._alias = torch.empty(0, dtype=self.compute_dtype, device=self.shard.device)
         self._alias.set_(self.storage, 0, (self.layout.total,), (1,))
         self.unsharded = [
-            nn.Parameter(self._full_view(self.full, index), requires_grad=self._requires_grad)
-            for index in range(len(self.layout.tensors))
+            nn.Parameter(self._full_view(self.full, index), requires_grad=sharded.requires_grad)
+            for index, sharded in enumerate(self.sharded)
         ]
         self.release()
 
@@ -163,7 +162,7 @@ class DBuffer:
     @torch.no_grad()
     def accept(self, segment: Tensor, scale: float) -> list[bool]:
         """Scale a reduced segment in one operation and make its views the sharded gradients (added to those
-        that are there). A parameter of which this rank holds nothing gets none.
+        that are there). A parameter that is frozen, or of which this rank holds nothing, gets none.
 
         Returns:
             Which sharded parameters had no gradient before.
@@ -173,7 +172,7 @@ class DBuffer:
             segment.mul_(scale)
         fresh = [parameter.grad is None for parameter in self.sharded]
         for index, parameter in enumerate(self.sharded):
-            if self.pieces[index] is None:
+            if self.pieces[index] is None or not parameter.requires_grad:
                 continue
             view = self.shard_view(index, segment)
             if parameter.grad is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from node.island.runtime import Runtime, in_backward
-from node.island.unit import Unit
+from node.island.unit import Call, Unit
 
 
 def attach(unit: Unit) -> None:
@@ -24,8 +24,10 @@ def attach(unit: Unit) -> None:
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _post_forward(unit, output)
 
-    unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    unit.module.register_forward_hook(after)
+    # a compiler that traced them would guard on the state of the runtime, and compile again and again
+    hidden: Any = torch.compiler.disable
+    unit.module.register_forward_pre_hook(hidden(before), prepend=True, with_kwargs=True)
+    unit.module.register_forward_hook(hidden(after))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -76,8 +78,8 @@ class _BackwardExit(torch.autograd.Function):
     """Identity on a unit's inputs; its backward runs once all their gradients are there."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
+    def forward(ctx: Any, unit: Unit, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.call = unit, call
         ctx.set_materialize_grads(False)
         return inputs
 
@@ -85,8 +87,8 @@ class _BackwardExit(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
         if unit.runtime is not None:
-            unit.runtime.backward_exit(unit)
-        return (None, *gradients)
+            unit.runtime.backward_exit(unit, ctx.call)
+        return (None, None, *gradients)
 
 
 def _pre_forward(
@@ -102,8 +104,8 @@ def _pre_forward(
     if torch.is_grad_enabled() and not in_backward():
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if inputs:
-            unit.calls += 1
-            outputs = dict(zip(map(id, inputs), cast(Any, _BackwardExit).apply(unit, *inputs), strict=True))
+            watched = cast(Any, _BackwardExit).apply(unit, unit.begin_call(), *inputs)
+            outputs = dict(zip(map(id, inputs), watched, strict=True))
             args, kwargs = map_tensors(lambda x: outputs.get(id(x), x), (args, kwargs))
         else:
             unit.open_calls = True

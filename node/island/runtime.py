@@ -17,7 +17,7 @@ from torch import nn
 
 from node.island.collectives import Collectives
 from node.island.transfer import IslandError, Transfer
-from node.island.unit import ParamGroup, Schedule, Unit
+from node.island.unit import Call, ParamGroup, Schedule, Unit
 
 UNIT_ATTRIBUTE = "_island_unit"
 
@@ -47,6 +47,8 @@ class Runtime:
         self._traces: dict[bool, list[Unit]] = {}
         self._backward = False
         self._order: list[Unit] = []  # of backward
+        self._left: list[Unit] = []  # not in it, with gradients of earlier micro-batches
+        self._late: list[Unit] = []  # in neither: their forward was not the last
         self._pending: list[ParamGroup] = []  # to be reduced, in order
         self._queue: list[tuple[ParamGroup, Transfer]] = []
         self._fresh: list[tuple[ParamGroup, list[bool]]] = []
@@ -74,10 +76,9 @@ class Runtime:
             for number, group in enumerate(unit.groups):
                 group.name = f"{unit.name} (group {number})"
                 group.on_complete, group.on_gradient = runtime._complete, runtime._begin_backward
-        if root.reshard_after_forward is None:
-            root.reshard_after_forward = False
         for _, unit in named:
-            unit.reshard_after_forward = unit.reshard_after_forward is not False
+            by_default = unit is not root
+            unit.reshard_after_forward = by_default if unit.wanted_reshard is None else unit.wanted_reshard
         try:
             runtime._check()
         except BaseException:
@@ -144,7 +145,8 @@ class Runtime:
             self.reset()
         for unit in self.units:
             unit.reshard()  # whatever an evaluation, or a forward without a backward, has left
-            unit.calls, unit.open_calls = 0, False
+            for group in unit.groups:
+                group.follow()
         self._entry, self._trace = entry, []
 
     def forward_exit(self, unit: Unit) -> None:
@@ -168,14 +170,14 @@ class Runtime:
         self._backward = True
         self._order = list(dict.fromkeys(reversed(self._traces.get(True, []))))
         # what earlier micro-batches left is reduced too, though the last may not have run that unit
-        left = [unit for unit in self.units if unit.owes and unit not in self._order]
+        self._left = [unit for unit in self.units if unit.owes and unit not in self._order]
         for unit in self.units:
             unit.begin_backward()
-        reduced = [unit for unit in self._order + left if unit.sync]
-        for unit in self._order + left:
+        reduced = [unit for unit in self._order + self._left if unit.sync]
+        for unit in self._order + self._left:
             unit.owes = not unit.sync
         self._pending = [group for unit in reduced for group in unit.groups if group.trainable]
-        self._fresh = []
+        self._late, self._fresh = [], []
         engine = torch.autograd.Variable._execution_engine
         cast(Callable[[Any], None], engine.queue_callback)(self._end_backward)
 
@@ -187,15 +189,17 @@ class Runtime:
         unit.entered = True
         unit.unshard()
         unit.wait()
-        if unit in self._order:
+        if unit not in self._order:
+            if unit not in self._left:
+                self._late.append(unit)
+        else:
             following = self._order[self._order.index(unit) + 1 :]
             self._run_ahead([other for other in following if not other.entered])
 
-    def backward_exit(self, unit: Unit) -> None:
+    def backward_exit(self, unit: Unit, call: Call) -> None:
         """All gradients of the inputs of one call of the unit are there."""
         self._begin_backward()
-        unit.exits += 1
-        if unit.exits >= unit.calls and not unit.open_calls:
+        if unit.end_call(call):
             for group in unit.groups:
                 self._complete(group)
 
@@ -225,7 +229,12 @@ class Runtime:
         self._fresh.append((group, group.buffer.accept(segment, scale)))
 
     def _end_backward(self) -> None:
+        for unit in self._late:
+            if unit.sync:
+                self._pending += [group for group in unit.groups if group.trainable]
+            unit.owes = not unit.sync
         for unit in self.units:
+            unit.end_backward()
             for group in unit.groups:
                 if group.trainable and not group.complete:
                     group.complete = True
@@ -266,12 +275,13 @@ class Runtime:
         failure: IslandError | None = None
         for _, transfer in queue:
             try:
-                transfer.wait()
+                transfer.abandon()
             except IslandError as error:
                 failure = failure or error
         for unit in self.units:
             unit.begin_backward()
-            unit.owes = False
+            unit.calls.clear()
+            unit.open_calls = unit.owes = False
             for group in unit.groups:
                 group.drop_gradients()
                 try:

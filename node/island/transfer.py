@@ -48,17 +48,31 @@ class Transfer:
         self._count = count
         self._works: list[dist.Work] = []
         self._result: Tensor | None = None
+        self._failure: Exception | None = None
 
     def _finish_stage(self) -> None:
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
+    @contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Wraps every use of the transport: what failed once is not gone on with."""
+        if self._failure is not None:
+            raise IslandError(f"{self.what} failed before: {self._failure}") from self._failure
+        try:
+            with self._guard(self.what):
+                yield
+        except Exception as error:
+            self._failure, self._left = error, 0
+            self._stages.close()
+            raise
+
     def advance(self) -> None:
         """Wait for the stage that has been issued and issue the next, if there is another."""
         if self._left:
             self._left -= 1
-            with self._guard(self.what):
+            with self._stage():
                 self._finish_stage()
                 self._works = next(self._stages)
 
@@ -72,7 +86,7 @@ class Transfer:
         while self._left:
             self.advance()
         if self._result is None:
-            with self._guard(self.what):
+            with self._stage():
                 self._finish_stage()
                 try:
                     next(self._stages)
@@ -82,7 +96,9 @@ class Transfer:
         return self._result
 
     def abandon(self) -> None:
-        """Wait for the stage that has been issued and leave the rest."""
-        with self._guard(self.what):
-            self._finish_stage()
+        """Wait for the stage that has been issued, if it has not failed, and leave the rest."""
+        if self._failure is None:
+            with self._stage():
+                self._finish_stage()
+        self._left = 0
         self._stages.close()

@@ -9,11 +9,12 @@ gradients reduced, as soon as they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, cast
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -138,11 +139,12 @@ class ParamGroup:
         self.name, self.layout, self.sites, self.comm = name, layout, sites, comm
         self.trainable = parameters[0].requires_grad
         self._policy = policy
+        dtype = parameters[0].dtype
         self.buffer = DBuffer(
             layout,
             comm.rank,
-            dtype=parameters[0].dtype,
-            compute_dtype=policy.param_dtype,
+            dtype=dtype,
+            compute_dtype=policy.param_dtype if dtype.is_floating_point else None,  # quantised weights stay
             device=device,
             requires_grad=self.trainable,
         )
@@ -158,8 +160,20 @@ class ParamGroup:
         self._gradients: Tensor | None = None
         self.used = [False] * len(sites)
         self.ready, self.complete = 0, False
+        self._expected = 0
+        self._watched: set[int] = set()
         self._watch()
-        self._install(self.buffer.sharded)
+        self.install(self.buffer.sharded)
+
+    def follow(self) -> None:
+        """Take over which parameters have been frozen or unfrozen since the last time."""
+        changed = False
+        for sharded, unsharded in zip(self.buffer.sharded, self.buffer.unsharded, strict=True):
+            if sharded.requires_grad != unsharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+                changed = True
+        if changed:
+            self._watch()
 
     def _watch(self) -> None:
         # a parameter's hooks are outside of what the garbage collector sees: they must not hold the group
@@ -169,11 +183,15 @@ class ParamGroup:
             if (here := group()) is not None:
                 here._arrived()
 
-        if self.trainable:
-            for parameter in self.buffer.unsharded:
+        trainable = [parameter for parameter in self.buffer.unsharded if parameter.requires_grad]
+        self.trainable, self._expected = bool(trainable), len(trainable)
+        for parameter in trainable:
+            if id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
                 cast(Any, parameter).register_post_accumulate_grad_hook(arrived)
 
-    def _install(self, parameters: list[nn.Parameter]) -> None:
+    def install(self, parameters: list[nn.Parameter]) -> None:
+        """Put these parameters into the modules."""
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for module, attribute in sites:
                 module._parameters[attribute] = parameter
@@ -200,7 +218,7 @@ class ParamGroup:
             assert self._gather is not None
             self._gather.wait()
             self._gather, self.phase = None, Phase.WHOLE
-            self._install(self.buffer.unsharded)
+            self.install(self.buffer.unsharded)
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules and give the whole buffer's bytes back."""
@@ -211,7 +229,7 @@ class ParamGroup:
                 transfer.abandon()
         finally:
             if whole:
-                self._install(self.buffer.sharded)
+                self.install(self.buffer.sharded)
                 self.buffer.release()
 
     def rebind(self) -> None:
@@ -223,8 +241,9 @@ class ParamGroup:
             assert isinstance(parameter, nn.Parameter), f"{self.name}: {attribute} has been removed"
             values.append(parameter)
         self.buffer.move(values)
+        self._watched.clear()
         self._watch()
-        self._install(self.buffer.sharded)
+        self.install(self.buffer.sharded)
 
     def begin_backward(self) -> None:
         """Forget which gradients have come."""
@@ -240,7 +259,7 @@ class ParamGroup:
                 f" (use checkpoint(…, use_reentrant=False))"
             )
         self.ready += 1
-        if self.ready == len(self.sites) and self.on_complete is not None:
+        if self.ready == self._expected and self.on_complete is not None:
             self.on_complete(self)
 
     @property
@@ -277,6 +296,14 @@ class ParamGroup:
             parameter.grad = None
 
 
+class Call:
+    """One forward of a unit whose inputs tell when its backward is over. It lives as long as its graph."""
+
+    def __init__(self) -> None:
+        self.done = False  # in this backward
+        self.past = False  # in some backward
+
+
 class Unit:
     """A module whose parameters are gathered before its forward and backward, and released after.
 
@@ -301,13 +328,12 @@ class Unit:
     ) -> None:
         self.schedule = schedule
         self.module, self.groups, self.comm, self.policy = module, groups, comm, policy
-        self.reshard_after_forward = reshard_after_forward
+        self.wanted_reshard = self.reshard_after_forward = reshard_after_forward
         self.name = type(module).__name__
         self.sync = True
         self.runtime: Runtime | None = None
-        self.calls = 0  # forwards whose inputs will tell when their backward is over
-        self.open_calls = False  # whether there were others
-        self.exits = 0
+        self.calls: WeakSet[Call] = WeakSet()
+        self.open_calls = False  # whether there were forwards whose inputs will not tell
         self.owes = False  # whether gradients of earlier micro-batches wait for a reduce
         self.entered = False
 
@@ -331,8 +357,42 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    @contextmanager
+    def showing_shards(self) -> Iterator[None]:
+        """The modules hold the sharded parameters meanwhile, though the weights may be gathered."""
+        gathered = [group for group in self.groups if group.phase is Phase.WHOLE]
+        for group in gathered:
+            group.install(group.buffer.sharded)
+        try:
+            yield
+        finally:
+            for group in gathered:
+                group.install(group.buffer.unsharded)
+
+    def begin_call(self) -> Call:
+        """Note a forward. Calls that a backward has gone through no longer count, though a loss that somebody
+        keeps may hold their graphs."""
+        for call in list(self.calls):
+            if call.past:
+                self.calls.discard(call)
+        call = Call()
+        self.calls.add(call)
+        return call
+
     def begin_backward(self) -> None:
         """Forget the last backward."""
-        self.exits, self.entered = 0, False
+        self.entered = False
+        for call in self.calls:
+            call.done = False
         for group in self.groups:
             group.begin_backward()
+
+    def end_call(self, call: Call) -> bool:
+        """Note that the backward of ``call`` is over; returns whether those of all calls are."""
+        call.done = call.past = True
+        return not self.open_calls and all(other.done for other in self.calls)
+
+    def end_backward(self) -> None:
+        """Forget forwards that will not tell, unless others wait for their backward as well."""
+        if all(call.past for call in self.calls):
+            self.open_calls = False

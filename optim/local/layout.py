@@ -11,7 +11,7 @@ from optim.local.inner import Inner
 from optim.roles import ParameterRole
 from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 from protos.codecs import CodecSpec, matrix_shape
-from protos.methods import VOTE
+from protos.methods import BASIS_OF_A_VOTE, VOTE
 
 SCALES: Final = "[scales]"  # the bucket with the mean magnitudes of what is voted on
 
@@ -128,7 +128,7 @@ def units_of(groups: Sequence[LocalGroup]) -> list[Unit]:
     """Each matrix and each embedding by itself, the vectors of a group together.
 
     Raises:
-        ValueError: for a codec that means nothing, or does not fit the tensors.
+        ValueError: for a codec that means nothing, or does not fit the tensors or their local optimizer.
     """
     units = []
     for index, group in enumerate(groups):
@@ -152,6 +152,11 @@ def units_of(groups: Sequence[LocalGroup]) -> list[Unit]:
                     )
                 bucket, scales = Bucket.of(name, "mean", tensors, codec=group.codec), 0
             extras = tuple(extra for item in items for extra in group.inner.buckets(item))
+            if scales and any(extra.reduce == "basis" for extra in extras):
+                raise ValueError(
+                    f"{name}: codec = {group.codec!r} does not go with a global basis: {BASIS_OF_A_VOTE}; "
+                    'use "1bit" for as few bytes, or basis = "local"'
+                )
             units.append(Unit(index, items, bucket, scales, group.feedback, extras))
     return units
 

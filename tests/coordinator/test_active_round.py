@@ -263,7 +263,7 @@ def test_the_end_of_an_old_stream_does_not_harm_the_new_one() -> None:
 def test_a_second_contribution_is_a_duplicate() -> None:
     case = Case(2)
     case.deliver(0)
-    with pytest.raises(Refused, match="n0 has already delivered for round 5") as refused:
+    with pytest.raises(Refused, match="n0 has already delivered for round 6") as refused:
         case.begin(0)
     assert refused.value.kind == "duplicate"
     case.abstain(0)  # asking for the result again is no contribution
@@ -411,7 +411,7 @@ def test_a_broken_reducer_ends_the_round_with_a_reason(table: BucketTable) -> No
     case = Case(2, table=table, tally=broken, piece=BIG_PIECE)
     case.deliver(0, 1)
     assert [verdict.action for verdict in case.closed] == ["fail"]
-    assert "the reducer failed in round 5" in case.closed[0].reason
+    assert "the reducer failed in round 6" in case.closed[0].reason
     assert "no memory" in case.closed[0].reason
 
 

@@ -570,7 +570,7 @@ async def test_who_falls_behind_the_ring_joins_again_and_loads() -> None:
         exchange.refusal.code == "UNAUTHENTICATED"
         and "the session of node-2 has ended" in exchange.refusal.text
     )
-    assert "only the results since round 1 are kept" in exchange.refusal.text
+    assert "only the results since round 2 are kept" in exchange.refusal.text
     assert await slow.order() is None
     again = FakeNode(site.hub, round=0)
     assert again.reply.needs_state
@@ -859,7 +859,7 @@ async def test_when_all_are_cut_off_the_run_waits_for_one_to_come_back() -> None
     await site.play()
     for node in site.nodes:
         node.die()
-    assert site.run.phase == "gathering" and "every node left before round 1" in site.run.reason
+    assert site.run.phase == "gathering" and "every node left before round 2" in site.run.reason
     stranger = FakeNode(site.hub)
     assert stranger.reply.needs_state
     back = FakeNode(site.hub, round=1, state_digest="state-1")

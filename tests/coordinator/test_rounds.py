@@ -134,7 +134,7 @@ def test_a_whole_contribution_outlives_its_sender() -> None:
 def test_nobody_left() -> None:
     for states, dead in (((G, G), ()), ((C, G), (0,)), ((C, C), (0, 1))):
         verdict = decide(view(*states, first_at=1.0, dead=dead), POLICY)
-        assert (verdict.action, verdict.reason) == ("fail", "every node has left in round 7")
+        assert (verdict.action, verdict.reason) == ("fail", "every node has left in round 8")
 
 
 def test_long_lists_are_cut() -> None:

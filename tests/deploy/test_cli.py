@@ -107,6 +107,8 @@ def test_init_does_not_overwrite(tmp_path: Path) -> None:
 def test_init_to_stdout() -> None:
     result = runner.invoke(app, ["run", "init", "-", "--rounds", "7"])
     assert result.exit_code == 0 and RunFile.parse(result.output).run.rounds == 7
+    result = runner.invoke(app, ["run", "init", "-", "--method", "diloco"])
+    assert result.exit_code == 0 and RunFile.parse(result.output).run.rounds == 5
 
 
 def test_init_refuses_broken_values(tmp_path: Path) -> None:

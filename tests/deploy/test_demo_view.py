@@ -112,7 +112,7 @@ def test_the_view_fits_the_terminal(width: int) -> None:
     if width >= 100:
         assert "5.12 kB sent, 5.12 kB received (1.00 + 1.00 bits a parameter)" in text
         assert "218 kB sent, as much received: 43 times as much" in text
-        assert "5.770 bits per byte, 4.000 nats (round 16)" in text
+        assert "5.770 bits per byte, 4.000 nats (round 17)" in text
 
 
 def test_the_line() -> None:

@@ -42,7 +42,7 @@ def test_comings_and_goings() -> None:
     ]
     assert changes(both, gone) == [
         "node-0 (reef-0) lags: it is not waited for until it contributes in time again",
-        "node-1 (reef-1) has left after round 7",
+        "node-1 (reef-1) has left after round 8",
     ]
     assert changes(gone, gone) == []
 

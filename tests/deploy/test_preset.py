@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.preset import merged, parse_assignment, run_text
+from deploy.preset import merged, parse_assignment, run_text, with_rounds
 from protos.methods import PRESETS
 from protos.runfile import RunFile, RunFileError
 from protos.runfile_text import example_toml
@@ -89,3 +89,31 @@ def test_wrong_assignments_name_the_nearest(text: str, expected: str) -> None:
 def test_assignments_win_over_options() -> None:
     options = {("run", "nodes"): 4, ("run", "rounds"): None}
     assert merged(options, ["run.nodes=5", "data.batch=2"]) == {("run", "nodes"): 5, ("data", "batch"): 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "rounds", "every"),
+    [
+        ({}, 512, 32),
+        ({"name": "lordo"}, 16, 1),
+        ({"name": "muloco-1bit"}, 32, 2),
+        ({"name": "diloco"}, 5, 1),
+        ({"name": "diloco", "local_steps": 1000}, 2, 1),
+        ({"name": "diloco", "fragments": 4}, 20, 1),
+        ({"name": "local-adamw", "local_steps": 3}, 170, 10),
+        ({"local_steps": 10}, 50, 3),
+    ],
+)
+def test_rounds_left_open_make_about_as_many_steps_for_every_method(
+    values: dict[str, object], rounds: int, every: int
+) -> None:
+    text = run_text(with_rounds({("method", key): value for key, value in values.items()}))
+    run = RunFile.parse(text).run
+    assert (run.rounds, run.evaluate_every) == (rounds, every)
+
+
+def test_rounds_that_are_given_stay() -> None:
+    given = {("method", "name"): "diloco", ("run", "rounds"): 512}
+    assert with_rounds(given) == given
+    chosen = with_rounds({("method", "name"): "diloco", ("run", "evaluate_every"): 3})
+    assert (chosen["run", "rounds"], chosen["run", "evaluate_every"]) == (5, 3)

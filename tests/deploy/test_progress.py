@@ -43,6 +43,7 @@ EVENTS: list[events.Event] = [
     events.TransferFailed(6, "the donor left"),
     events.Evaluated(9, 2.0, 2.885),
     events.Saved(10, Path("saves/round-00000010")),
+    events.Resumed(10, Path("saves/round-00000010")),
     events.Stopped(True, "all 10 rounds are done"),
 ]
 
@@ -52,8 +53,17 @@ def test_every_event_has_a_sentence() -> None:
     for event in EVENTS:
         text = sentence(event)
         assert text and "\n" not in text and not text.startswith(type(event).__name__)
+    assert sentence(EVENTS[-2]) == f"resumed from {Path('saves/round-00000010')} at round 10"
     assert sentence(EVENTS[-1]) == "done: all 10 rounds are done"
     assert sentence(events.Stopped(False, "the digest differs")) == "stopped: the digest differs"
+
+
+def test_rounds_are_counted_from_1_and_states_by_the_rounds_in_them() -> None:
+    said = [sentence(event) for event in EVENTS]
+    assert "round 4: nothing contributed, the gradient is not finite" in said
+    assert "round 6 was decided without this node: too late" in said
+    assert any(text.startswith("state after round 6 loaded") for text in said)
+    assert any(text.startswith("after round 10: validation 2.000") for text in said)
 
 
 def test_the_start_tells_both_ways() -> None:

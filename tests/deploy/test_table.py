@@ -76,7 +76,7 @@ def test_the_view_names_what_matters() -> None:
         "training  3 of 3 nodes",
         "40 of 200 committed, epoch 1",
         "2.350 nats per token",
-        "2.500 nats, 3.607 bits per byte (round 38)",
+        "2.500 nats, 3.607 bits per byte (round 39)",
         "14.7 kB each way (1.002 bits a parameter), 117,056 parameters",
         "1.8 MB in, 1.79 MB out",
         "20 s, 2.00 rounds/s",
@@ -110,7 +110,7 @@ def test_in_80_columns_the_roster_is_two_tables_with_every_value() -> None:
     assert sum("node-0" in line for line in wide) == 1
     rows = [line for line in narrow if "node-0" in line]
     assert [row.split() for row in rows] == [
-        ["node-0", "reef", "[bold]", "active", "39", "2.345", "80.0", "%", "87.5", "%"],
+        ["node-0", "reef", "[bold]", "active", "40", "2.345", "80.0", "%", "87.5", "%"],
         ["node-0", "192.0.2.7:51000", "600", "kB", "590", "kB", "1", "0"],
     ]
     assert max(map(len, narrow)) <= 80

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from node.island.collectives import Collectives, CommPolicy
 from node.island.costs import Link, choose, gather_costs, reduce_costs
 from node.island.layout import GroupLayout, TensorMeta, from_cuts
-from node.island.transfer import IslandError
+from node.island.transfer import IslandError, Stages, Transfer
 from tests.island.rig import Member, Ranks, pool
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -226,6 +226,22 @@ def test_a_rank_that_stays_away_is_a_clear_error_within_the_timeout() -> None:
         )
     finally:
         ranks.close()
+
+
+def test_a_transfer_that_failed_does_not_go_on() -> None:
+    def failing() -> Stages:
+        yield []
+        raise RuntimeError("the peer is gone")
+
+    comm = Collectives()
+    transfer = Transfer("gather of head", failing(), 2, comm.guard)
+    transfer.advance()
+    with pytest.raises(IslandError, match=r"gather of head failed on rank 0 of 1: the peer is gone"):
+        transfer.wait()
+    for _ in range(2):
+        with pytest.raises(IslandError, match=r"gather of head failed before: .*the peer is gone"):
+            transfer.wait()
+    transfer.abandon()  # nothing is left to wait for
 
 
 def test_backends_failures_are_named() -> None:

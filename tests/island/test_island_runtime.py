@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -353,25 +354,49 @@ def test_unused_parameters_have_zero_gradients_or_none() -> None:
         assert sum(missing for _, (_, missing) in answers) == 1  # held by one of the two
 
 
-def training_until_one_dies(member: Member) -> str:
+def training_until_one_dies(member: Member, where: str) -> str:
     case = Case()
     model = build(case)
     shard(model, case, member)
-    for step in range(3):
-        if step == 1 and member.rank == 1:
-            model.layers[1].register_forward_pre_hook(lambda module, args: os._exit(3))
-        loss_of(model, batch(step).chunk(member.ranks)[member.rank], case.dtype).backward()
+    steppers = optimizers(case, [(e.name, e.parameter) for e in sharded_parameters(model)])
+
+    def die(*_: Any) -> None:
+        os._exit(3)
+
+    try:
+        for step in range(3):
+            dies = step == 1 and member.rank == 1
+            if dies and where == "forward":
+                model.layers[1].register_forward_pre_hook(die)
+            loss = loss_of(model, batch(step).chunk(member.ranks)[member.rank], case.dtype)
+            if dies and where == "backward":
+                nn.Module.register_full_backward_pre_hook(model.layers[1], die)
+                loss = loss_of(model, batch(step).chunk(member.ranks)[member.rank], case.dtype)
+            elif step == 1 and where == "backward":
+                loss = loss_of(model, batch(step).chunk(member.ranks)[member.rank], case.dtype)
+            loss.backward()
+            if dies and where == "optimizer":
+                steppers[0].register_step_pre_hook(die)
+            for optimizer in steppers:
+                optimizer.step()
+    except IslandError:
+        groups = [group for _, unit in units_of(model) for group in unit.groups]
+        with suppress(IslandError):  # cleaning up meets the same dead rank, and says nothing else
+            model.reset()  # type: ignore[operator]
+        assert all(group.phase is Phase.SHARDED and not group.buffer.full_bytes for group in groups)
+        raise
     return "finished"
 
 
-def test_a_rank_that_dies_is_a_clear_error_on_the_others() -> None:
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_a_rank_that_dies_is_a_clear_error_on_the_others(where: str) -> None:
     ranks = Ranks(3, timeout=10.0)  # for the one that waits for the other survivor
     try:
-        answers = ranks.answers_of(training_until_one_dies, 3)
+        answers = ranks.answers_of(training_until_one_dies, 3, where, patience=60.0)
         for rank in (0, 2):
             ok, text = answers[rank]
             assert not ok and f"failed on rank {rank} of 3: " in text
-            assert "IslandError: gather of layers." in text or "IslandError: reduce of layers." in text
+            assert "IslandError: gather of " in text or "IslandError: reduce of " in text
         assert answers[1] == (False, "the process died")
     finally:
         ranks.close()

@@ -89,7 +89,7 @@ def test_each_round_has_the_sizes_and_the_digest_of_its_own_table(hub: FakeHub) 
             assert torch.equal(result.payload, pattern(table.result_nbytes, round_index))
             header = headers[-1]
             assert (header.table_digest, header.nbytes) == (table.digest, table.nbytes)
-        with pytest.raises(ValueError, match=r"of round 4 must be uint8\[256\]"):
+        with pytest.raises(ValueError, match=r"of round 5 must be uint8\[256\]"):
             take_part(hub, exchange, pattern(fine.nbytes), round_index=4)
     finally:
         exchange.close("test over")
@@ -165,7 +165,7 @@ def test_late_node_gets_the_stored_result_uncounted(hub: FakeHub, make: Make) ->
 
 
 def test_payload_of_another_size_is_not_sent(hub: FakeHub, make: Make) -> None:
-    with pytest.raises(ValueError, match=r"of round 0 must be uint8\[192\]"):
+    with pytest.raises(ValueError, match=r"of round 1 must be uint8\[192\]"):
         take_part(hub, make(), pattern(SMALL + 64))
 
 
@@ -182,7 +182,7 @@ async def _after_upload(stream: ExchangeStream, payload: bytes, **commit: Any) -
     ("changes", "text"),
     [
         ({"payload_digest": "0" * 32}, "the coordinator announced 00000000"),
-        ({"round": 5}, "commits round 5"),
+        ({"round": 5}, "commits round 6"),
         ({"nbytes": SMALL - 64}, "the bucket table has 192"),
         ({"nbytes": 0}, "announces 0 bytes, 192 came"),
         ({"weights": [1, 2]}, "1 voters and 2 weights"),
@@ -241,7 +241,7 @@ def test_stream_that_ends_without_commit_is_tried_again_with_the_same_payload(
     result = take_part(hub, make(LARGE, say=said.append), mine)
     assert [upload.payload for upload in uploads] == [mine.numpy().tobytes()] * 2
     assert result.payload is not None and torch.equal(result.payload, mine)
-    assert any("ended round 0 without a commit" in text for text in said)
+    assert any("ended round 1 without a commit" in text for text in said)
 
 
 def test_streams_that_always_end_early_are_given_up_after_the_stated_time(hub: FakeHub, make: Make) -> None:
@@ -251,7 +251,7 @@ def test_streams_that_always_end_early_are_given_up_after_the_stated_time(hub: F
     hub.exchange = script
     clock = FakeClock()
     exchange = make(timing=clock.timing())
-    with pytest.raises(Trouble, match=r"gave up on the commit of round 0 after 10 s, tried \d+ times"):
+    with pytest.raises(Trouble, match=r"gave up on the commit of round 1 after 10 s, tried \d+ times"):
         take_part(hub, exchange, pattern(SMALL))
     assert sum(clock.pauses) == pytest.approx(LIMITS.reconnect)
 

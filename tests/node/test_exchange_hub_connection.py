@@ -245,7 +245,7 @@ def test_round_that_went_on_without_a_node_that_was_cut_off_is_lost_not_fatal(
     exchange = make()
     thread = threading.Thread(target=cut)
     thread.start()
-    with pytest.raises(RoundLost, match="round 7 went on without this node"):
+    with pytest.raises(RoundLost, match="round 8 went on without this node"):
         take_part(hub, exchange, pattern(SMALL), round_index=7)
     thread.join(DEADLINE)
     assert exchange.next_order() == LoadOrder("t", 9)
@@ -348,7 +348,7 @@ def test_closing_ends_a_reduction_that_another_thread_waits_for(hub: FakeHub, ma
     flight = InFlight(lambda: exchange.reduce(order, pattern(SMALL)), "in-flight")
     assert arrived.wait(DEADLINE)
     exchange.close("interrupted by its user")  # the fake coordinator keeps the network thread in use
-    with pytest.raises(ExchangeError, match="round 0 was cut short: the exchange has been closed"):
+    with pytest.raises(ExchangeError, match="round 1 was cut short: the exchange has been closed"):
         flight.result()
 
 

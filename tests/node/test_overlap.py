@@ -147,5 +147,5 @@ def test_interrupted_wait_of_an_overlap_ends_at_once_and_saves(tmp_path: Path) -
     node.worker.save()
     assert find(tmp_path).name == "round-00000000"
     assert [event.text for event in node.of(Notice)] == [
-        "the stop came within round 0: the saved momenta are 4 gradients ahead"
+        "the stop came within round 1: the saved momenta are 4 gradients ahead"
     ]

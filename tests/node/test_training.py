@@ -164,7 +164,7 @@ def test_bad_micro_steps_are_left_out_counted_and_told_now_and_then() -> None:
     assert all(math.isfinite(event.loss) for event in node.of(RoundDone))
     texts = [event.text for event in node.of(Notice)]
     assert texts == [
-        f"round {round_index}: 1 of 4 micro-steps were left out, their gradients are not finite "
+        f"round {round_index + 1}: 1 of 4 micro-steps were left out, their gradients are not finite "
         f"({round_index + 1} so far)"
         for round_index in range(0, 20, per_notice)
     ]

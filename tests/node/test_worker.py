@@ -124,6 +124,12 @@ def test_checkpoints_are_written_every_so_many_rounds_and_at_the_end(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000006", "round-00000007"]
 
 
+def test_a_last_round_that_is_saved_in_its_turn_is_not_saved_again(tmp_path: Path) -> None:
+    node = Node(run_file(rounds=6), saving=Saving(tmp_path, every=3))
+    node.run()
+    assert [event.round for event in node.of(Saved)] == [3, 6]
+
+
 # -------------------------------------------------------------------------------------------- bad gradients
 
 
@@ -267,5 +273,5 @@ def test_interrupted_wait_for_a_commit_saves_the_shared_state_and_tells_of_the_m
     )
     assert meta.round == 0
     assert [event.text for event in node.of(Notice)] == [
-        "the stop came within round 0: the saved momenta are one gradient ahead"
+        "the stop came within round 1: the saved momenta are one gradient ahead"
     ]

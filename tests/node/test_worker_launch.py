@@ -15,7 +15,17 @@ import pytest
 import torch
 
 from node.checkpoint import CheckpointError, find
-from node.events import Abstained, Event, Notice, RoundDone, RoundMissed, Saved, StateSent, Stopped
+from node.events import (
+    Abstained,
+    Event,
+    Notice,
+    Resumed,
+    RoundDone,
+    RoundMissed,
+    Saved,
+    StateSent,
+    Stopped,
+)
 from node.exchange.base import ExchangeError
 from node.launch import LaunchError, Options, choose_device, join, train
 from node.metrics import MetricsServer, NodeMetrics
@@ -91,6 +101,53 @@ def test_ctrl_c_while_waiting_for_a_coordinator_leaves_no_thread() -> None:
         join(Invite(TOKEN, "127.0.0.1", port), Options(), listen)
     assert said[0].startswith(f"waiting for the coordinator at 127.0.0.1:{port}: nothing listens")
     assert not [thread for thread in threading.enumerate() if thread.name == "atoll-network"]
+
+
+# ------------------------------------------------------------------------------- checkpoints
+
+
+def test_one_command_line_starts_afresh_and_then_resumes(tmp_path: Path) -> None:
+    folder, events = tmp_path / "saves", list[Event]()
+    options = Options(save=folder, resume=tmp_path / "x" / ".." / "saves", device="cpu")
+
+    def stop_after_3(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, RoundDone) and event.round == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run(7), options, stop_after_3)
+    assert [event.text for event in events if isinstance(event, Notice)] == [
+        f"there is no checkpoint in {folder} yet: this node starts afresh"
+    ]
+    assert not [event for event in events if isinstance(event, Resumed)]
+    assert [event.round for event in events if isinstance(event, Saved)] == [2, 3], "as often as it measures"
+
+    events.clear()
+    assert train(small_run(7), options, events.append).done
+    (resumed,) = (event for event in events if isinstance(event, Resumed))
+    assert (resumed.round, resumed.path.name) == (3, "round-00000003")
+    assert next(event.round for event in events if isinstance(event, RoundDone)) == 3
+
+
+def test_another_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    for missing in (tmp_path / "missing", tmp_path):
+        options = Options(save=tmp_path / "saves", resume=missing, device="cpu")
+        with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+            train(small_run(1), options)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        train(small_run(1), Options(resume=tmp_path / "missing", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("every", "measured", "saved"), [(None, 0, [50, 51]), (0, 2, [51]), (20, 2, [20, 40, 51])]
+)
+def test_how_often_a_node_saves(every: int | None, measured: int, saved: list[int], tmp_path: Path) -> None:
+    events: list[Event] = []
+    run = small_run(51)
+    run = run.model_copy(update={"run": run.run.model_copy(update={"evaluate_every": measured})})
+    train(run, Options(save=tmp_path, save_every=every, device="cpu"), events.append)
+    assert [event.round for event in events if isinstance(event, Saved)] == saved
 
 
 def test_run_file_whose_digest_is_not_the_announced_one_is_refused(hub: FakeHub) -> None:

@@ -69,7 +69,7 @@ def test_round_that_was_applied_already_is_passed_over() -> None:
 
 def test_round_that_is_too_far_ahead_is_an_error() -> None:
     node = Node(run_file(), ScriptedExchange([opened(3)], {}))
-    with pytest.raises(ExchangeError, match="opened round 3, but this node's state is that of round 0"):
+    with pytest.raises(ExchangeError, match="opened round 4, but this node's state is that after round 0"):
         node.run()
 
 

@@ -118,6 +118,6 @@ def test_the_round_is_one_batch_and_then_k() -> None:
 
 
 def test_votes_cannot_carry_a_global_basis() -> None:
-    with pytest.raises(ValueError, match="source"):
+    with pytest.raises(ValueError, match="basis follows from the mean pseudo-gradient, and a vote has none"):
         LoRDO(Model(), codec="vote")
     LoRDO(Model(), codec="vote", basis="local")

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from optim.averaged import DDPAdamW, DDPMuon
+from optim.lordo.low_rank_ddp import LowRankDDP
+from optim.lordo.optimizer import LoRDO
 from optim.roles import ParameterRole, RoleError, by_role, classify
+from optim.sign_muon import SignMuon, Signum
 
 
 def roles_of(model: nn.Module, **options) -> dict[str, ParameterRole]:
@@ -198,3 +202,9 @@ def test_output_embeddings_of_a_model_that_names_them() -> None:
 def test_selection_by_role() -> None:
     roles = classify(Decoder("function"))
     assert [item.name for item in by_role(roles, "vector")] == ["norm.bias", "norm.weight"]
+
+
+@pytest.mark.parametrize("optimizer", [LoRDO, LowRankDDP, SignMuon, Signum, DDPMuon, DDPAdamW])
+def test_parameters_in_place_of_the_model_are_refused_in_words(optimizer) -> None:
+    with pytest.raises(TypeError, match=r"must be the model .*, not generator: pass the model itself"):
+        optimizer(nn.Linear(2, 2).parameters())

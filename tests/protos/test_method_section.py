@@ -225,3 +225,36 @@ def test_every_problem_of_a_method_is_listed() -> None:
     assert "unknown codec" in text
     text = refused('name = "muloco"\nfragments = 5\nrank = 3')
     assert "2 problems" in text and "must divide" in text and "low-rank methods" in text
+
+
+def test_rules_between_keys_are_listed_beside_wrong_values() -> None:
+    text = refused(
+        'name = "lordo"\nlr = -1\ncodec = "vote"\nfragments = 2\nmomentum = 0.5\nlocal_steps = 0\nwarmup = 9',
+        "rounds = 5",
+    )
+    assert text.splitlines()[0] == "run file: 6 problems"
+    for part in (
+        "lr = -1: must be",
+        "a vote has none",
+        "lordo finds its first bases",
+        "momentum = 0.5: has no effect",
+        "local_steps = 0: must be",
+        "must be less than [run] rounds = 5",
+    ):
+        assert part in text
+
+
+def test_what_depends_on_a_wrong_value_is_not_judged() -> None:
+    for steps in ("local_steps = 0", "local_step = 32", 'local_steps = "many"'):
+        text = refused(f'name = "muloco"\n{steps}\nfragments = 5\noverlap = 40\nrank = 4')
+        assert text.splitlines()[0] == "run file: 2 problems", text
+        assert "only low-rank methods use it" in text
+    text = refused(
+        'name = "mulocco"\nmomentum = 0.5\nrank = 4\ncodec = "vote"\nschedule = "constant"\nfinal = 0.5'
+    )
+    assert text.splitlines()[0] == "run file: 2 problems", (
+        "what the method is decides of all but the schedule"
+    )
+    assert "did you mean" in text and "a constant schedule ends at the peak" in text
+    text = refused('name = "diloco"\noptimizer = "torch:SGD"\nlr = -0.1')
+    assert text.splitlines()[0] == "run file: 1 problem", "lr is given"

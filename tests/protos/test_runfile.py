@@ -193,9 +193,9 @@ def test_all_problems_are_listed_at_once_in_the_order_of_the_file() -> None:
         "[method]\nlr = -1.0\nns_steps = 0\n[round]\nquorum = 2\ndeadline = 700\nbogus = 1\n"
         "[model]\nheads = 3\n[run]\nrounds = 0"
     )
-    assert text.splitlines()[0] == "run.toml: 6 problems"
+    assert text.splitlines()[0] == "run.toml: 7 problems"
     assert [line.split(":")[0].strip() for line in text.splitlines()[1:]] == [
-        f"line {number}" for number in (2, 3, 5, 7, 9, 11)
+        f"line {number}" for number in (2, 3, 5, 6, 7, 9, 11)
     ]
 
 
