@@ -1,0 +1,330 @@
+"""Unchanged optimizers on what a rank holds, against the same on whole parameters in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from node.island import CommPolicy, LayoutError, full_state_dict, fully_shard
+from node.island.optimizers import IslandOptimizer, PolarSteps, check_blocks, quantisation_units
+from node.island.routing import route
+from optim.roles import classify
+from tests.island.mixed_model import (
+    BLOCKS,
+    Case,
+    Shampoo,
+    adamw,
+    fresh,
+    loss_of,
+    matrix_rule,
+    parts,
+    sharded,
+    wide,
+)
+from tests.island.rig import Member, pool
+
+
+class Counter(TorchDispatchMode):
+    """Counts what goes to a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Pieces:
+    """The reference: whole parameters, whose fused matrices and experts are stepped as plain matrices."""
+
+    def __init__(self, model: nn.Module, rule: str) -> None:
+        roles = {role.name: role for role in classify(model, blocks=BLOCKS)}
+        self.views: list[tuple[nn.Parameter, nn.Parameter, int]] = []
+        rest: list[nn.Parameter] = []
+        build = matrix_rule(rule)
+        for name, parameter in sorted(model.named_parameters()):
+            role = roles[name]
+            if role.role != "matrix" or build is None:
+                rest.append(parameter)
+                continue
+            slices, rows, columns = role.view
+            for number in range(slices):
+                low = number * rows * columns
+                view = parameter.detach().view(-1)[low : low + rows * columns].view(rows, columns)
+                self.views.append((nn.Parameter(view), parameter, low))
+        self.optimizers = [adamw(rest)]
+        if build is not None:
+            self.optimizers.append(build([{"params": [view for view, _, _ in self.views]}]))
+
+    def step(self) -> None:
+        for view, parameter, low in self.views:
+            assert parameter.grad is not None
+            view.grad = parameter.grad.view(-1)[low : low + view.numel()].view_as(view)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def reference(rule: str, ranks: int, steps: int) -> dict[str, Tensor]:
+    model = fresh()
+    stepper = Pieces(model, rule)
+    for step in range(steps):
+        for part in parts(step, ranks):
+            loss_of(model, part).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.0 / ranks)
+        stepper.step()
+        model.zero_grad()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def train(member: Member, cases: list[Case]) -> list[tuple[float, int, int, int]]:
+    """Of each case: difference from one process, collectives in all steps and in one backward, bytes."""
+    # fp32 iterations round differently in stacks of other sizes, and which matrices are on one rank is the
+    # layout's choice: one by one they round alike
+    with patch("optim.muon.plan_stacks", one_by_one), patch("optim.local.polar.plan_stacks", one_by_one):
+        return [train_one(member, case) for case in cases]
+
+
+def one_by_one(views: list[Any], device: torch.device) -> list[list[int]]:
+    return [[index] for index in range(len(views))]
+
+
+def train_one(member: Member, case: Case) -> tuple[float, int, int, int]:
+    model, optimizer = sharded(case, member)
+    in_steps, in_backward = Counter(), Counter()
+    for step in range(case.steps):
+        with in_backward:
+            loss_of(model, parts(step, member.ranks)[member.rank]).backward()
+        with in_steps:
+            optimizer.step()
+        optimizer.zero_grad()
+    state, wanted = full_state_dict(model), reference(case.rule, member.ranks, case.steps)
+    difference = max((state[name] - tensor).abs().max().item() for name, tensor in wanted.items())
+    return difference, len(in_steps.calls), len(in_backward.calls), optimizer.moved_bytes
+
+
+RULES = ("adamw", "torch-muon", "muon", "sign-muon", "shampoo", "soap")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_owned_matrices_equal_one_process_and_send_nothing(ranks: int) -> None:
+    cases = [Case(rule) for rule in RULES]
+    cases += [Case("shampoo", hybrid=True)] if ranks == 4 else []
+    for answers in zip(*pool().run(train, ranks, cases), strict=True):
+        for difference, in_steps, in_backward, moved in answers:
+            assert difference <= 1e-12 and in_steps == 0 and moved == 0
+            assert in_backward > 0 or ranks == 1
+
+
+@pytest.mark.parametrize("placement", ["owner", "ragged"])
+def test_sums_in_any_order_stay_within_rounding(placement: str) -> None:
+    cases = [Case(rule, placement, 7, ordered=False, steps=10) for rule in ("adamw", "shampoo", "soap")]
+    for member in pool().run(train, 4, cases):
+        assert all(difference <= 1e-12 for difference, *_ in member)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_divided_matrices_are_gathered_for_the_step(ranks: int) -> None:
+    cases = [Case(rule, "ragged", "element") for rule in ("muon", "shampoo", "soap", "sign-muon")]
+    cases += [Case("adamw", "ragged", "element")]
+    answers = list(zip(*pool().run(train, ranks, cases), strict=True))
+    for members in answers:
+        assert all(difference <= 1e-12 for difference, *_ in members)
+    for members in answers[:-1]:
+        assert all(in_steps == 2 * 6 for _, in_steps, _, _ in members)
+        assert sum(moved for *_, moved in members) > 0
+    assert all(in_steps == 0 and moved == 0 for _, in_steps, _, moved in answers[-1])
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+def test_optimizers_of_another_package(name: str) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    answers = pool().run(train, 3, [Case(name), Case(name, "ragged", "row")])
+    for owned, divided in answers:
+        assert owned[0] <= 1e-12 and owned[1] == 0
+        assert divided[0] <= 1e-12 and divided[1] > 0
+
+
+def routed(member: Member) -> dict[str, Any]:
+    model, found = fresh(), {}
+    fully_shard(model, mesh=member.mesh, placement="ragged", granularity="element")
+    divided = [matrix.name for matrix in route(model, blocks=BLOCKS).gathered]
+    chosen = {"qkv.weight": [3, 2, 0], "o.weight": [1]}
+    result = route(model, blocks=BLOCKS, step_owners=chosen)
+    workers = {matrix.name: matrix.worker for matrix in result.matrices}
+    found["chosen"] = [workers[f"qkv.weight#{i}"] for i in range(3) if f"qkv.weight#{i}" in divided]
+    found["wanted"] = [rank for i, rank in enumerate(chosen["qkv.weight"]) if f"qkv.weight#{i}" in divided]
+    optimizer = IslandOptimizer(model, Shampoo, adamw, blocks=BLOCKS, step_owners=chosen)
+    loss_of(model, parts(0, 4)[member.rank]).backward()
+    optimizer.step()
+    found["memory"] = sum(
+        p.untyped_storage().nbytes() for p in optimizer._proxies.values() if _shared(optimizer, p)
+    )
+    found["held"] = sorted(
+        slot.name for slot in optimizer.slots() if slot.optimizer is optimizer.optimizers[0]
+    )
+    for bad in ({"o.weight": [4]}, {"o.weight": [0, 1]}, {"norm.weight": [0]}):
+        with pytest.raises(LayoutError, match="step_owners"):
+            route(model, step_owners=bad)
+    return found
+
+
+def _shared(optimizer: IslandOptimizer, proxy: nn.Parameter) -> bool:
+    shared = {matrix.name for matrix in optimizer.route.gathered}
+    return any(optimizer._proxies.get(name) is proxy for name in shared)
+
+
+def test_step_owners_can_be_chosen_and_keep_no_copies() -> None:
+    answers = pool().run(routed, 4)
+    names = sorted(name for answer in answers for name in answer["held"])
+    assert names == sorted(
+        [
+            "down.weight",
+            "o.weight",
+            *(f"qkv.weight#{i}" for i in range(3)),
+            *(f"experts#{i}" for i in range(3)),
+        ]
+    )
+    for answer in answers:
+        assert answer["chosen"] == answer["wanted"] != []
+        assert answer["memory"] == 0
+
+
+def test_roles_and_views_in_one_process() -> None:
+    model = fresh()
+    fully_shard(model)
+    found = route(model, blocks=BLOCKS)
+    assert [m.name for m in found.matrices if not m.alone] == [
+        *(f"experts#{i}" for i in range(3)),
+        *(f"qkv.weight#{i}" for i in range(3)),
+    ]
+    assert sorted(e.name for e in found.embeddings) == ["embed.weight", "head.weight"]
+    assert {e.name for e in found.vectors} == {"norm.weight", "down.bias", "qkv.bias"}
+    optimizer = IslandOptimizer(model, lambda groups: PolarSteps(groups, 0.1), adamw, blocks=BLOCKS)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loss_of(model, parts(0, 1)[0]).backward()
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.optimizers[0].param_groups] == [0.05]
+    model.float().double()  # new memory: the views of experts must follow it
+    before = model.experts.detach().clone()
+    loss_of(model, parts(1, 1)[0]).backward()
+    optimizer.step()
+    assert (model.experts - before).abs().min() > 0
+    optimizer.zero_grad(set_to_none=False)
+    assert model.experts.grad is not None and not model.experts.grad.any()
+    with pytest.raises(LayoutError, match=r"node\.island\.checkpoint"):
+        optimizer.state_dict()
+
+
+def without_gradient(member: Member) -> tuple[bool, bool]:
+    model = fresh()
+    fully_shard(model, mesh=member.mesh, placement="ragged", granularity=7)
+    optimizer = IslandOptimizer(model, lambda groups: torch.optim.Muon(groups, 0.1), adamw, blocks=BLOCKS)
+    assert "o.weight" in {matrix.name for matrix in optimizer.route.gathered}
+    before = full_state_dict(model)
+    loss_of(model, parts(0, member.ranks)[member.rank]).backward()
+    model.o.weight.grad = None
+    optimizer.step()
+    after = full_state_dict(model)
+    same = {name: torch.equal(before[name], after[name]) for name in before}
+    return same.pop("o.weight"), any(same.values())
+
+
+def test_a_divided_matrix_without_gradient_is_left_alone() -> None:
+    assert pool().run(without_gradient, 3) == [(True, False)] * 3
+
+
+# ---- 8-bit states
+
+
+def eight_bit(member: Member, steps: int) -> tuple[float, list[str], float]:
+    """Difference from one process, types of the states' tensors, and how far the weights went."""
+    from torchao.optim import AdamW8bit
+
+    torch.compiler.set_stance("force_eager")  # compiling takes a minute and changes nothing here
+    try:
+        model, whole = wide(), wide()
+        fully_shard(
+            model,
+            mesh=member.mesh,
+            placement="ragged",
+            granularity=quantisation_units(),
+            comm_policy=CommPolicy(ordered=True),
+        )
+        check_blocks(model)
+        optimizer = IslandOptimizer(model, None, lambda groups: AdamW8bit(groups, lr=1e-2))
+        alone = AdamW8bit(whole.parameters(), lr=1e-2)
+        for step in range(steps):
+            x = torch.randn(12, 160, generator=torch.Generator().manual_seed(step))
+            model(x.chunk(member.ranks)[member.rank]).square().mean().backward()
+            for part in x.chunk(member.ranks):
+                whole(part).square().mean().backward()
+            for parameter in whole.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(1.0 / member.ranks)
+            for stepper in (optimizer, alone):
+                stepper.step()
+                stepper.zero_grad()
+        kinds = {
+            type(value).__name__
+            for state in optimizer.optimizers[0].state.values()
+            for value in state.values()
+        }
+        state = full_state_dict(model)
+        difference = max((state[n] - p).abs().max().item() for n, p in whole.named_parameters())
+        moved = max(
+            (p - q).abs().max().item() for p, q in zip(whole.parameters(), wide().parameters(), strict=True)
+        )
+        return difference, sorted(kinds), moved
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def test_eight_bit_adam_equals_one_process() -> None:
+    pytest.importorskip("torchao")
+    for difference, kinds, moved in pool().run(eight_bit, 4, 5):
+        assert difference == 0.0 and moved > 1e-3
+        assert "OptimState8bit" in kinds
+
+
+def blocks(member: Member) -> list[str]:
+    results = []
+    for granularity in (quantisation_units(64), 40):
+        model = nn.ModuleList([nn.Linear(40, 64), nn.Linear(52, 7), nn.Linear(24, 64, bias=False)])
+        fully_shard(model, mesh=member.mesh, placement="ragged", granularity=granularity)
+        try:
+            check_blocks(model, 64)
+            results.append("")
+        except LayoutError as error:
+            results.append(str(error))
+    return results
+
+
+def test_quantisation_blocks_stay_whole() -> None:
+    for ranks in (3, 4):
+        for good, bad in pool().run(blocks, ranks):
+            assert good == ""
+            assert "cuts a quantisation block of 64" in bad
+
+
+def test_polar_steps_refuse_what_is_no_matrix() -> None:
+    with pytest.raises(ValueError, match="needs a matrix"):
+        PolarSteps([nn.Parameter(torch.zeros(3))], 0.1)
+    one, other = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.zeros(0))
+    other.data = one.detach().clone()
+    for parameter in (one, other):
+        parameter.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    PolarSteps([one], 0.1, signed=True, weight_decay=0.5, scaling="none").step(lambda: 0.0)
+    before = copy.deepcopy(other.detach()) * 0.95
+    assert torch.allclose((one - before).abs(), torch.full((4, 3), 0.1))
