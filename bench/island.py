@@ -47,7 +47,7 @@ class Place:
 PLACES = (
     Place("loopback", "", None, 2, 9, 50),
     Place("1 Gbit/s", "_1gbit", 1_000_000_000, 2, 7, 50),
-    Place("100 Mbit/s", "_100mbit", 100_000_000, 1, 5, 20),
+    Place("100 Mbit/s", "_100mbit", 100_000_000, 1, 4, 10),
 )
 QUICK = Place("loopback", "", None, 1, 3, 10)
 
@@ -149,7 +149,7 @@ def _row(ranks: World, place: Place, count: int) -> Row:
             megabytes=sent / 1e6 / (count if place.rate is None else 1),
             collectives=max(calls[method] for _, calls in answers),
         )
-    seconds = ranks.run(reduce_seconds, count, SIZE, 1 if place is QUICK else 3)
+    seconds = ranks.run(reduce_seconds, count, SIZE, 1 if place is QUICK else 2)
     scatter, exchange = (_slowest([each[way] for each in seconds]) for way in (0, 1))
     return Row(count, timings, max(0.0, median(scatter) - median(exchange)))
 

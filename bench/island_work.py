@@ -6,6 +6,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -73,8 +74,8 @@ def timed_steps(
         member: this rank.
         methods: all of them are kept in memory.
         size: what is trained.
-        warmup: rounds that are not counted.
-        rounds: rounds that are.
+        warmup: rounds before those that are timed; at least one.
+        rounds: rounds that are timed.
         bandwidth: of a rank's link, bytes a second; None: not limited.
 
     Returns:
@@ -82,27 +83,27 @@ def timed_steps(
     """
     trainers = {method: build(method, size, member, bandwidth=bandwidth) for method in methods}
     results = {method: Steps() for method in methods}
+    counters = {method: Counter() for method in methods}
     for number in range(warmup + rounds):
         tokens = mine(size.tokens(number), member)
         for method, trainer in trainers.items():
-            _step(member, trainer, tokens, results[method] if number >= warmup else Steps())
-    calls: dict[Method, int] = {}
-    for method, trainer in trainers.items():
-        trainer.backward(mine(size.tokens(0), member))
-        with Counter() as counter:
-            trainer.step()
-        calls[method] = counter.calls
-    return results, calls
+            into = results[method] if number >= warmup else Steps()
+            # counting costs time, so that a round of warming up does it
+            _step(member, trainer, tokens, into, counters[method] if number == 0 else nullcontext())
+    return results, {method: counter.calls for method, counter in counters.items()}
 
 
-def _step(member: Member, trainer: Trainer, tokens: Tensor, into: Steps) -> None:
+def _step(
+    member: Member, trainer: Trainer, tokens: Tensor, into: Steps, counting: AbstractContextManager[object]
+) -> None:
     member.barrier()
     sent, begin = bytes_sent(member.interface), time.perf_counter()
     trainer.backward(tokens)
     into.training.append(time.perf_counter() - begin)
     member.barrier()  # whoever is late with backward is not to lengthen the others' step
     begin, cpu = time.perf_counter(), time.process_time()
-    trainer.step()
+    with counting:
+        trainer.step()
     into.stepping.append(time.perf_counter() - begin)
     into.cpu.append(time.process_time() - cpu)
     member.barrier()

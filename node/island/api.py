@@ -71,7 +71,9 @@ class IslandModule(nn.Module):
                 return
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
+        unit: Unit | None = self.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is None:
+            return cast(nn.Module, cast(Any, super())._apply(fn, recurse))
         unit.reshard()
         cast(Any, super())._apply(fn, recurse)
         for group in unit.groups:
@@ -80,7 +82,9 @@ class IslandModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``nn.Module``: the tensors of this rank, whether or not the weights are gathered."""
-        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
+        unit: Unit | None = self.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is None:  # another instance of the class that a sharded module has, as from_pretrained makes
+            return super().state_dict(*args, **kwargs)
         with unit.showing_shards():
             return super().state_dict(*args, **kwargs)
 

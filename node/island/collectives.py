@@ -229,12 +229,14 @@ class Collectives:
             stages += 1
         return self._transfer(what, self._reduce(layout, buffer, mode), stages)
 
-    def _reduce(self, layout: GroupLayout, buffer: Tensor, mode: ReduceMode) -> Stages:
+    def _reduce(self, layout: GroupLayout, buffer: Tensor | None, mode: ReduceMode) -> Stages:
+        assert buffer is not None
         low, high, size = layout.cuts[self.rank], layout.cuts[self.rank + 1], buffer.element_size()
         if self.ranks == 1:
             segment = buffer
         elif mode == "chunks":
-            segment = yield from self._reduce_chunks(layout, buffer)
+            stages, buffer = self._reduce_chunks(layout, buffer), None  # it is released in between
+            segment = yield from stages
         else:
             self.counters.reduced_bytes += (buffer.numel() - (high - low)) * size
             if mode == "fused":
@@ -257,17 +259,21 @@ class Collectives:
                 yield [_work(dist.all_reduce(segment, group=self.replicas, async_op=True))]
         return segment
 
-    def _reduce_chunks(self, layout: GroupLayout, buffer: Tensor) -> Stages:
+    def _reduce_chunks(self, layout: GroupLayout, buffer: Tensor | None) -> Stages:
+        assert buffer is not None
         me, size = self.rank, buffer.element_size()
-        received = torch.empty_like(buffer)
+        received: Tensor | None = torch.empty_like(buffer)
+        assert received is not None
         self.counters.reduced_bytes += buffer.numel() // self.ranks * (self.ranks - 1) * size
         yield [self._all_to_all(received, buffer, None, None)]
-        summed = _sum_in_order(list(received.chunk(self.ranks)))
+        buffer = None
+        summed = _sum_in_order(list(received.chunk(self.ranks))).clone()  # a view would keep all of them
+        received = None
         if layout.equal:
-            return summed.clone()
+            return summed
         arriving = [overlap(layout, me, rank) for rank in range(self.ranks)]
         leaving = [overlap(layout, rank, me) for rank in range(self.ranks)]
-        segment = buffer.new_empty(layout.resident(me))
+        segment = summed.new_empty(layout.resident(me))
         self.counters.reduced_bytes += (summed.numel() - leaving[me]) * size
         yield [self._all_to_all(segment, summed, arriving, leaving)]
         return segment

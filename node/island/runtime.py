@@ -209,6 +209,7 @@ class Runtime:
         group.complete = True
         group.reshard()
         if group.trainable:
+            self._make_room()
             if group.has_gradients:
                 group.pack()
             self._reduce_complete()
@@ -216,11 +217,15 @@ class Runtime:
     def _reduce_complete(self, *, rest: bool = False) -> None:
         while self._pending and (rest or self._pending[0].complete):
             group = self._pending.pop(0)
-            for _, transfer in self._queue:
-                transfer.progress()
+            self._make_room()
             self._queue.append((group, group.reduce()))
-            while len(self._queue) > max(1, self.schedule.reduces_in_flight):
-                self._finish_reduce()
+
+    def _make_room(self) -> None:
+        """Before another gradient buffer is allocated: those on their way give up what they can."""
+        while len(self._queue) >= max(1, self.schedule.reduces_in_flight):
+            self._finish_reduce()
+        for _, transfer in self._queue:
+            transfer.progress()
 
     def _finish_reduce(self) -> None:
         group, transfer = self._queue.pop(0)
@@ -238,7 +243,7 @@ class Runtime:
             for group in unit.groups:
                 if group.trainable and not group.complete:
                     group.complete = True
-                    if group.has_gradients:
+                    if group.has_gradients and group not in self._pending:
                         group.pack()
         self._reduce_complete(rest=True)
         while self._queue:

@@ -55,13 +55,14 @@ class Schedule:
 
     Attributes:
         prefetch: units that are gathered before the running one is done; 0 gathers on demand.
-        reduces_in_flight: gradient buffers that may be on their way at once, at least 1.
+        reduces_in_flight: gradient buffers that may be on their way at once, at least 1. A reduce goes on
+            while the next unit runs backward, and is waited for before that unit's gradients are packed.
         find_unused_parameters: leave the gradients of parameters that no rank used at None, as one process
             would, at the price of a small collective a step; otherwise they are zeros.
     """
 
     prefetch: int = 1
-    reduces_in_flight: int = 2
+    reduces_in_flight: int = 1
     find_unused_parameters: bool = False
 
 
@@ -167,11 +168,10 @@ class ParamGroup:
 
     def follow(self) -> None:
         """Take over which parameters have been frozen or unfrozen since the last time."""
-        changed = False
-        for sharded, unsharded in zip(self.buffer.sharded, self.buffer.unsharded, strict=True):
-            if sharded.requires_grad != unsharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
-                changed = True
+        pairs = zip(self.buffer.sharded, self.buffer.unsharded, strict=True)
+        changed = [pair for pair in pairs if pair[0].requires_grad != pair[1].requires_grad]
+        for sharded, unsharded in changed:
+            unsharded.requires_grad_(sharded.requires_grad)
         if changed:
             self._watch()
 
@@ -270,7 +270,12 @@ class ParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether this rank holds unreduced gradients."""
-        return self._gradients is not None or any(p.grad is not None for p in self.buffer.unsharded)
+        return self._gradients is not None or self.has_fresh_gradients
+
+    @property
+    def has_fresh_gradients(self) -> bool:
+        """Whether some of them are not in the flat buffer yet."""
+        return any(parameter.grad is not None for parameter in self.buffer.unsharded)
 
     def pack(self) -> None:
         """Move the unsharded gradients to the flat buffer, where micro-batches add up."""
@@ -280,7 +285,7 @@ class ParamGroup:
 
     def reduce(self) -> Transfer:
         """Issue the reduce of all gradients so far; missing ones count as zeros."""
-        if self._gradients is None:
+        if self._gradients is None or self.has_fresh_gradients:
             self.pack()
         assert self._gradients is not None
         gradients, self._gradients = self._gradients, None
@@ -370,11 +375,8 @@ class Unit:
                 group.install(group.buffer.unsharded)
 
     def begin_call(self) -> Call:
-        """Note a forward. Calls that a backward has gone through no longer count, though a loss that somebody
-        keeps may hold their graphs."""
-        for call in list(self.calls):
-            if call.past:
-                self.calls.discard(call)
+        """Note a forward. Earlier ones with a backward count no more, though a kept loss may hold them."""
+        self.calls -= {call for call in self.calls if call.past}
         call = Call()
         self.calls.add(call)
         return call

@@ -165,7 +165,9 @@ def test_parameters_frozen_or_unfrozen_after_wrapping(freeze: bool) -> None:
             loss_of(each, batch(step), DTYPE).backward()
         for name, parameter in plain.named_parameters():
             grad = model.get_parameter(name).grad
-            assert (grad is None) == (parameter.grad is None) == (name in names and freeze == bool(step)), name
+            assert (grad is None) == (parameter.grad is None) == (name in names and freeze == bool(step)), (
+                name
+            )
             assert grad is None or parameter.grad is None or torch.equal(grad, parameter.grad)
 
 

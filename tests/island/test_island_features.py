@@ -49,7 +49,9 @@ def one_matrix(member: Member | None, ranks: int) -> Tensor:
     assert len(steppers) == (member is None or member.rank == 0)
     for step in range(50):
         for rank in range(ranks) if member is None else [member.rank]:
-            x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + rank))
+            x = torch.randn(
+                4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + rank)
+            )
             (model(x).square().mean() / (ranks if member is None else 1)).backward()
         for optimizer in steppers:
             optimizer.step()
@@ -173,7 +175,6 @@ def test_default_sums_in_fp32_are_within_the_noise_of_replicas(ranks: int, optim
     assert noise < 0.1  # or it would show nothing
     for reduce in ("auto", "chunks", "roots"):
         ours = compare(case, ranks, 50, comm=CommPolicy(reduce=reduce))
-        print(ranks, optimizer, reduce, "noise", noise, "ours", ours)
         assert ours <= 2 * noise
 
 
