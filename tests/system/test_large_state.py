@@ -74,6 +74,15 @@ def test_a_state_of_5_gb_passes_with_less_than_200_mb(bed):
         assert isinstance(give, DonateOrder) and isinstance(take, LoadOrder)
 
         hub = bed.coordinator.pid
+        for pid in (hub, "self"):
+            reset_peak(pid)
+        before = {pid: peak_memory(pid) for pid in (hub, "self")}
+        upload = threading.Thread(target=donor.donate, args=(give, state, "b" * 32), daemon=True)
+        upload.start()
+        assert joiner.load(take, target) == "b" * 32
+        upload.join(30)
+        assert not upload.is_alive()
+        assert torch.equal(received, piece)
         # Two nodes share this process.
         for pid, extra, who in ((hub, EXTRA, "coordinator"), ("self", 2 * EXTRA, "both nodes")):
             assert peak_memory(pid) - before[pid] < extra, who
