@@ -8,8 +8,14 @@ default).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from optim.packs import Pack
 
 
 def integer_power(base: float, exponent: int) -> float:
@@ -71,3 +77,36 @@ def adamw_update_(
     if weight_decay != 0.0:
         parameter.mul_(1.0 - lr * weight_decay)
     parameter.sub_(update)
+
+
+def adamw_pack_(
+    pack: Pack,
+    mean: Tensor,
+    states: Mapping[Tensor, MutableMapping[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One AdamW step of every tensor of a mean bucket, in place.
+
+    Args:
+        mean: fp32, the bucket's elements, as :func:`read_mean` gives them.
+        states: of each parameter: ``exp_avg``, ``exp_avg_sq`` and the counter ``step``, see
+            :func:`optim.rules.state_of`.
+    """
+    for item, gradient in pack.split(mean):
+        state = states[item.parameter]
+        state["step"] += 1
+        adamw_update_(
+            item.parameter,
+            gradient.to(item.parameter.device),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            step=int(state["step"]),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optim import bits
-from optim.adamw import adamw_update_
+from optim.adamw import adamw_pack_
 from optim.newton_schulz import polar_factors
 from optim.packs import Pack, PayloadError, check_payload, lay_out, read_mean, stacks, write_gradients
 from optim.reduce import Reduction, identity
@@ -291,21 +291,15 @@ class ExchangedOptimizer(RoundOptimizer):
                 item.parameter.sub_(factor.to(torch.float32).mul_(step).view(item.shape))
 
     def _apply_adamw(self, options: RuleOptions, pack: Pack, payload: Tensor) -> None:
-        mean = read_mean(pack, payload)
-        for item, gradient in pack.split(mean):
-            state = self.state[item.parameter]
-            state["step"] += 1
-            adamw_update_(
-                item.parameter,
-                gradient.to(item.parameter.device),
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                step=int(state["step"]),
-                lr=options.lr,
-                betas=options.betas,
-                eps=options.eps,
-                weight_decay=options.weight_decay,
-            )
+        adamw_pack_(
+            pack,
+            read_mean(pack, payload),
+            self.state,
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
 
 
 def _polar(directions: list[Tensor], options: RuleOptions) -> list[Tensor]:

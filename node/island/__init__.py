@@ -2,15 +2,14 @@
 
 ``fully_shard`` is used like that of ``torch.distributed.fsdp``; whole matrices stay with one rank, so that
 optimizers such as Muon, Shampoo and SOAP run unchanged and without communication on what the rank owns.
+
+Checkpoints are in ``node.island.checkpoint``, files in the model's own names in ``node.island.export``: both
+import torch's distributed checkpoints, a second that training and planning need not wait for.
 """
 
 from node.island.api import IslandModule, fully_shard
-from node.island.checkpoint import CheckpointError
-from node.island.checkpoint import load as load_checkpoint
-from node.island.checkpoint import save as save_checkpoint
 from node.island.collectives import CommPolicy
 from node.island.costs import Link
-from node.island.export import export_safetensors, import_safetensors
 from node.island.inventory import blocks_of, inventory_of
 from node.island.layout import GroupLayout, LayoutError, Plan, TensorMeta
 from node.island.optimizers import IslandOptimizer
@@ -29,7 +28,6 @@ from node.island.unit import MixedPrecisionPolicy, Schedule, ShardedParameter
 
 __all__ = [
     "BoundPlan",
-    "CheckpointError",
     "CommPolicy",
     "GroupLayout",
     "IslandError",
@@ -46,16 +44,12 @@ __all__ = [
     "TensorMeta",
     "blocks_of",
     "clip_grad_norm_",
-    "export_safetensors",
     "full_state_dict",
     "fully_shard",
-    "import_safetensors",
     "init_parameters",
     "inventory_of",
-    "load_checkpoint",
     "load_full_state_dict",
     "plan_island",
     "route",
-    "save_checkpoint",
     "sharded_parameters",
 ]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from optim.adamw import adamw_update_
+from optim.adamw import adamw_pack_
 from optim.lordo.inner import LowRankOptions
 from optim.lordo.ldadam import turn_and_project
 from optim.lordo.rotation import rotate_moments
@@ -194,20 +194,15 @@ class LowRankDDP(RoundOptimizer):
 
     def _apply_adamw(self, pack: Pack, mean: Tensor) -> None:
         group = self.param_groups[pack.group]
-        for item, gradient in pack.split(mean):
-            state = self.state[item.parameter]
-            state["step"] += 1
-            adamw_update_(
-                item.parameter,
-                gradient.to(item.parameter.device),
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                step=int(state["step"]),
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
+        adamw_pack_(
+            pack,
+            mean,
+            self.state,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
 
     def _apply_matrix(self, role: ParameterRole, mean: Tensor, new: Tensor | None, *, whole: bool) -> None:
         """Turn the moments into a new basis, if there is one, and make one step."""
