@@ -41,16 +41,25 @@ class RoundOptimizer(torch.optim.Optimizer):
         params: as of torch; every trainable parameter of the run.
         reduce: the exchange used by :meth:`step`; a :class:`~optim.reduce.SingleNode` if ``None``.
 
+    A parameter without storage (on the meta device) is held by another rank of this node's island: it has its
+    place in :attr:`tables`, and nothing of it is kept, proposed or applied here.
+
     Attributes:
-        tables: what travels, round by round.
+        tables: what travels, round by round; the same on all nodes of a run.
+        lane: the part of it that this rank carries: all but the buckets of parameters that are held elsewhere.
+            :meth:`propose` and :meth:`apply` are about its bytes.
+        agree: asks all ranks of the island whether something went well with each of them; a rank that is
+            alone agrees with itself.
         round_index: the round that :meth:`step` is in; saved in ``state_dict``.
         reduce: may be replaced at any time.
     """
 
     tables: TableSchedule
+    lane: TableSchedule
 
     def __init__(self, params: Iterable[Any], *, reduce: Reduction | None = None) -> None:
         self.reduce: Reduction = SingleNode() if reduce is None else reduce
+        self.agree: Callable[[bool], bool] = bool
         self.round_index = 0
         self._done = 0  # micro-steps of the round that step() has made
         self._held: tuple[bool, Tensor | None] | None = None  # the exchange of step(), until its round ends

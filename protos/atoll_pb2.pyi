@@ -103,6 +103,8 @@ class JoinRequest(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     """host name or the user's choice, for people"""
@@ -118,6 +120,10 @@ class JoinRequest(_message.Message):
     """the round that state belongs to (0 for a fresh start)"""
     weight: _builtins.int
     """of its vote, 1 to 65535"""
+    ranks: _builtins.int
+    """processes of the node, for people; 0 counts as 1"""
+    batch: _builtins.int
+    """samples it takes for a micro-step; 0: as the run file says"""
     def __init__(
         self,
         *,
@@ -130,10 +136,12 @@ class JoinRequest(_message.Message):
         state_digest: _builtins.str = ...,
         round: _builtins.int = ...,
         weight: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+        batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_digest", b"data_digest", "dtype", b"dtype", "name", b"name", "protocol", b"protocol", "round", b"round", "run_digest", b"run_digest", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,6 +503,8 @@ class ContributionHeader(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     ABSTAIN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     epoch: _builtins.int
     table_digest: _builtins.str
@@ -504,6 +514,12 @@ class ContributionHeader(_message.Message):
     abstain: _builtins.bool
     reason: _builtins.str
     """why it abstains"""
+    part: _builtins.bool
+    """this stream is one lane of an island: it carries, and receives, `buckets` alone"""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """with `part`: indices in the round's table, ascending; none is allowed"""
+
     def __init__(
         self,
         *,
@@ -514,10 +530,12 @@ class ContributionHeader(_message.Message):
         weight: _builtins.int = ...,
         abstain: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        part: _builtins.bool = ...,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstain", b"abstain", "epoch", b"epoch", "nbytes", b"nbytes", "reason", b"reason", "round", b"round", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstain", b"abstain", "buckets", b"buckets", "epoch", b"epoch", "nbytes", b"nbytes", "part", b"part", "reason", b"reason", "round", b"round", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -713,6 +731,7 @@ class NodeStatus(_message.Message):
     ABSTAINED_FIELD_NUMBER: _builtins.int
     COMPUTE_SHARE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -730,6 +749,8 @@ class NodeStatus(_message.Message):
     compute_share: _builtins.float
     """forward and backward, of the process's CPU time"""
     address: _builtins.str
+    ranks: _builtins.int
+    """processes of the node"""
     def __init__(
         self,
         *,
@@ -745,10 +766,11 @@ class NodeStatus(_message.Message):
         abstained: _builtins.int = ...,
         compute_share: _builtins.float = ...,
         address: _builtins.str = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstained", b"abstained", "address", b"address", "agreement", b"agreement", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "compute_share", b"compute_share", "loss", b"loss", "missed", b"missed", "name", b"name", "node", b"node", "round", b"round", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstained", b"abstained", "address", b"address", "agreement", b"agreement", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "compute_share", b"compute_share", "loss", b"loss", "missed", b"missed", "name", b"name", "node", b"node", "ranks", b"ranks", "round", b"round", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -142,12 +142,24 @@ class MeanRule:
 
 @dataclass(frozen=True)
 class BucketTable:
-    """All buckets of a round in payload order."""
+    """All buckets of a round in payload order.
+
+    Attributes:
+        buckets: in the order of the payload.
+        rule: how means are taken.
+        numbers: what seeds the zero votes and the rounding of each bucket; its place in the table unless
+            given. A part of a table keeps the numbers of the whole.
+    """
 
     buckets: tuple[Bucket, ...]
     rule: MeanRule = MeanRule()
+    numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.numbers:
+            object.__setattr__(self, "numbers", tuple(range(len(self.buckets))))
+        if len(set(self.numbers)) != len(self.buckets) or any(number < 0 for number in self.numbers):
+            raise BucketTableError(f"{len(self.buckets)} buckets cannot have the numbers {self.numbers}")
         if not 0 <= self.rule.clip < float("inf") or self.rule.trim < 0:
             raise BucketTableError(
                 f"clip {self.rule.clip} must be a number from 0 on, and trim {self.rule.trim} from 0 on"
@@ -203,6 +215,13 @@ class BucketTable:
                 runs.append((bucket.reduce, offset, offset + bucket.nbytes))
         return tuple(runs)
 
+    def part(self, names: Collection[str]) -> BucketTable:
+        """The table of some buckets, by name, in the same order and with their numbers: what one rank of an
+        island carries."""
+        chosen = [index for index, bucket in enumerate(self.buckets) if bucket.name in names]
+        buckets = tuple(self.buckets[index] for index in chosen)
+        return BucketTable(buckets, self.rule, tuple(self.numbers[index] for index in chosen))
+
     def to_json(self) -> str:
         """Canonical JSON: equal tables give equal bytes."""
         rows = [
@@ -216,18 +235,22 @@ class BucketTable:
             ]
             for bucket in self.buckets
         ]
-        return json.dumps([[self.rule.clip, self.rule.trim], rows], separators=(",", ":"))
+        whole: list[Any] = [[self.rule.clip, self.rule.trim], rows]
+        if self.numbers != tuple(range(len(rows))):
+            whole.append(list(self.numbers))
+        return json.dumps(whole, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> BucketTable:
         """Parse what :meth:`to_json` wrote; raises :class:`BucketTableError` on anything else."""
         try:
-            (clip, trim), rows = json.loads(text)
+            (clip, trim), rows, *rest = json.loads(text)
             buckets = tuple(_bucket(row) for row in rows)
+            numbers = tuple(int(number) for number in rest[0]) if rest else ()
             rule = MeanRule(float(clip), int(trim))
         except (ValueError, TypeError, OverflowError) as error:
             raise BucketTableError(f"not a bucket table: {error}") from error
-        return cls(buckets, rule)
+        return cls(buckets, rule, numbers)
 
     @cached_property
     def digest(self) -> str:
@@ -254,6 +277,10 @@ class TableSchedule:
     def of(self, round_index: int) -> BucketTable:
         """The table of a round."""
         return self.tables[self.cycle[round_index % len(self.cycle)]]
+
+    def part(self, names: Collection[str]) -> TableSchedule:
+        """The tables of some buckets; see :meth:`BucketTable.part`."""
+        return TableSchedule(tuple(table.part(names) for table in self.tables), self.cycle)
 
     @cached_property
     def nbytes(self) -> int:

@@ -1,0 +1,58 @@
+"""The ranks of a node: one process, or the processes of an island, which do everything together."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from node.exchange.base import Order
+
+
+class Ranks(Protocol):
+    """What the worker's loop needs of the other ranks of its node.
+
+    Everything but the attributes is a collective: all ranks call it, in the same order. Each wait has a
+    deadline; a rank that is gone or late makes the others raise
+    :class:`~node.exchange.base.ExchangeError`, which names it and what was waited for.
+
+    Attributes:
+        rank: of this process, from 0. Rank 0 leads: it alone speaks with the coordinator.
+        size: how many there are.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def share(self, order: Order | None) -> Order:
+        """The leader's next order, on all ranks; ``None`` is given by those that do not lead."""
+        ...
+
+    def agree(self, ok: bool) -> bool:
+        """Whether all ranks say ``ok``."""
+        ...
+
+    def gather(self, what: str, mine: bytes) -> list[bytes]:
+        """What every rank gave, by rank; ``what`` it is, for errors."""
+        ...
+
+
+class Alone:
+    """A node of one process."""
+
+    rank = 0
+    size = 1
+
+    def share(self, order: Order | None) -> Order:
+        """The order itself."""
+        assert order is not None, "a rank that is alone leads"
+        return order
+
+    def agree(self, ok: bool) -> bool:
+        """``ok``."""
+        return ok
+
+    def gather(self, what: str, mine: bytes) -> list[bytes]:
+        """``mine`` alone."""
+        return [mine]
