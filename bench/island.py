@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.island_methods import METHODS, Method, Size
-from bench.island_ranks import World, world
+from bench.island_ranks import Ranks, world
 from bench.island_work import Steps, losses, peak_memory, reduce_seconds, reference_losses, timed_steps
 from bench.namespaces import NamespacesUnavailable, linked
 from bench.report import Report, Table, median, median_ratio
@@ -136,7 +136,7 @@ def _measure(place: Place, namespaces: Sequence[str] | None) -> Outcome:
     return Outcome(place, rows, memory, difference)
 
 
-def _row(ranks: World, place: Place, count: int) -> Row:
+def _row(ranks: Ranks, place: Place, count: int) -> Row:
     answers = ranks.run(timed_steps, count, METHODS, SIZE, place.warmup, place.rounds, place.bandwidth)
     timings: dict[Method, Timing] = {}
     for method in METHODS:

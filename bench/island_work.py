@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.island_methods import Method, Size, Trainer, build
 from bench.island_ranks import Member
+from node.island.transfer import reduce_scatter_single
 from node.llama import Llama
 
 COUNTERS: Final = Path("/proc/self/net/dev")
@@ -136,7 +137,7 @@ def reduce_seconds(member: Member, size: Size, repeats: int) -> tuple[list[float
 
     def scatter(buffer: Tensor) -> None:
         target = buffer.new_empty(len(buffer) // member.ranks)
-        dist.reduce_scatter_tensor(target, buffer, group=member.group)
+        reduce_scatter_single(target, buffer, group=member.group)
 
     def exchange(buffer: Tensor) -> None:
         received = torch.empty_like(buffer)

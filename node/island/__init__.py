@@ -7,14 +7,17 @@ Checkpoints are in ``node.island.checkpoint``, files in the model's own names in
 import torch's distributed checkpoints, a second that training and planning need not wait for.
 """
 
-from node.island.api import IslandModule, fully_shard
+from node.island.api import fully_shard
 from node.island.collectives import CommPolicy
 from node.island.costs import Link
+from node.island.hooks import register_fsdp_forward_method
 from node.island.inventory import blocks_of, inventory_of
 from node.island.layout import GroupLayout, LayoutError, Plan, TensorMeta
+from node.island.module import FSDPModule, IslandModule, UnshardHandle
 from node.island.optimizers import IslandOptimizer
 from node.island.placement import BoundPlan
 from node.island.planner import IslandPlan, Policy, plan_island
+from node.island.policies import MixedPrecisionPolicy, Schedule
 from node.island.routing import route
 from node.island.state import (
     clip_grad_norm_,
@@ -24,11 +27,12 @@ from node.island.state import (
     sharded_parameters,
 )
 from node.island.transfer import IslandError
-from node.island.unit import MixedPrecisionPolicy, Schedule, ShardedParameter
+from node.island.unit import ShardedParameter
 
 __all__ = [
     "BoundPlan",
     "CommPolicy",
+    "FSDPModule",
     "GroupLayout",
     "IslandError",
     "IslandModule",
@@ -42,6 +46,7 @@ __all__ = [
     "Schedule",
     "ShardedParameter",
     "TensorMeta",
+    "UnshardHandle",
     "blocks_of",
     "clip_grad_norm_",
     "full_state_dict",
@@ -50,6 +55,7 @@ __all__ = [
     "inventory_of",
     "load_full_state_dict",
     "plan_island",
+    "register_fsdp_forward_method",
     "route",
     "sharded_parameters",
 ]

@@ -1,122 +1,44 @@
-"""``fully_shard`` and what goes with it: the public face of the island."""
+"""``fully_shard``: which parameters make a unit, and which rank holds what of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from node.island.collectives import Collectives, CommPolicy
 from node.island.hooks import attach
 from node.island.layout import LayoutError, Plan
+from node.island.module import IslandModule
 from node.island.placement import BoundPlan, Granularity, Placed, Placement, Rules, from_plan, natural_units
+from node.island.policies import MixedPrecisionPolicy, Schedule
 from node.island.runtime import UNIT_ATTRIBUTE, units_of
-from node.island.state import clip_grad_norm_
-from node.island.unit import MixedPrecisionPolicy, ParamGroup, Schedule, Site, Unit
+from node.island.unit import ParamGroup, Site, Unit
 
-Module = TypeVar("Module", bound=nn.Module)
+Wrapped = TypeVar("Wrapped", bound="nn.Module | list[Any]")
 
 # Elements that the ranks of a group hold of units wrapped so far, until a root is wrapped.
 _loads: WeakKeyDictionary[dist.ProcessGroup, list[float]] = WeakKeyDictionary()
 
 
-class IslandModule(nn.Module):
-    """What :func:`fully_shard` adds to a module's class."""
-
-    def _island_units(self) -> list[Unit]:
-        return [unit for _, unit in units_of(self)]
-
-    def unshard(self) -> None:
-        """Gather the weights of this module's own group; see :meth:`reshard`."""
-        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
-        unit.unshard()
-        unit.wait()
-
-    def reshard(self) -> None:
-        """Release the weights again."""
-        unit: Unit = self.__dict__[UNIT_ATTRIBUTE]
-        unit.reshard()
-
-    def set_requires_gradient_sync(self, requires: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without, whole gradients add up on every rank meanwhile."""
-        for unit in self._island_units() if recurse else [self.__dict__[UNIT_ATTRIBUTE]]:
-            unit.sync = requires
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward within it adds up gradients without reducing them."""
-        before = [(unit, unit.sync) for unit in self._island_units()]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for unit, sync in before:
-                unit.sync = sync
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See :func:`clip_grad_norm_`."""
-        return clip_grad_norm_(self, max_norm, norm_type)
-
-    def reset(self) -> None:
-        """Forget a step that an exception cut short; on all ranks. The next forward does it by itself."""
-        for unit in self._island_units():
-            if unit.runtime is not None:
-                unit.runtime.reset()
-                return
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        unit: Unit | None = self.__dict__.get(UNIT_ATTRIBUTE)
-        if unit is None:
-            return cast(nn.Module, cast(Any, super())._apply(fn, recurse))
-        unit.reshard()
-        cast(Any, super())._apply(fn, recurse)
-        for group in unit.groups:
-            group.rebind()
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``nn.Module``: the tensors of this rank, whether or not the weights are gathered."""
-        unit: Unit | None = self.__dict__.get(UNIT_ATTRIBUTE)
-        if unit is None:  # another instance of the class that a sharded module has, as from_pretrained makes
-            return super().state_dict(*args, **kwargs)
-        with unit.showing_shards():
-            return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As in ``nn.Module``, for the tensors of this rank; :func:`load_full_state_dict` takes whole ones.
-
-        Raises:
-            LayoutError: for ``assign``, which would take the weights out of their buffers.
-        """
-        if assign:
-            raise LayoutError("load_state_dict(assign=True) would replace sharded parameters: leave it out")
-        with ExitStack() as stack:
-            for unit in self._island_units():
-                stack.enter_context(unit.showing_shards())
-            return super().load_state_dict(state_dict, strict)
-
-
 def fully_shard(
-    module: Module,
+    module: Wrapped,
     *,
     mesh: DeviceMesh | None = None,
     placement: Placement | BoundPlan = "owner",
     granularity: Granularity = "row",
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     units: Iterable[nn.Module] = (),
     comm_policy: CommPolicy | None = None,
     schedule: Schedule | None = None,
-) -> Module:
+) -> Wrapped:
     """Shard the parameters of ``module`` over the ranks of an island (ZeRO-3), in place.
 
     As with ``torch.distributed.fsdp.fully_shard``: wrap the blocks first and the model last, which takes the
@@ -128,7 +50,8 @@ def fully_shard(
 
     Args:
         module: on the CPU, a GPU, or the meta device (then :func:`init_parameters`, or ``to_empty`` and an
-            initialisation of your own, on the sharded parameters).
+            initialisation of your own, on the sharded parameters). A list of modules, none within another,
+            is one unit, gathered for the first of them and released after all have run.
         mesh: one dimension (shard), or two (replicate, shard) for hybrid sharding; all ranks by default, or
             this process alone where there is no process group.
         placement: ``"owner"``: every matrix whole on one rank, so that a matrix optimizer needs no
@@ -141,51 +64,56 @@ def fully_shard(
             successive unequal blocks.
         mp_policy: dtypes.
         reshard_after_forward: whether to release the weights between forward and backward; None: yes, but
-            not for the root.
+            not for the root. As in FSDP2, 1 is no, and the number of ranks yes; other numbers are refused.
         ignored_params: left as they are, and not reduced.
         units: submodules to wrap first, with the same arguments.
         comm_policy: how segments travel.
         schedule: how far to run ahead; that of the root counts.
 
     Returns:
-        ``module``, whose class is now a subclass that also derives from :class:`IslandModule`.
+        ``module``, whose class is now a subclass that also derives from
+        :class:`~node.island.module.IslandModule`.
 
     Raises:
         LayoutError: for a module wrapped twice, a recurrent layer, parameters that an earlier wrapped unit
             shares with ``module``, or a plan that does not fit.
     """
     comm, device = _comm(mesh, comm_policy or CommPolicy())
-    blocks, sites = list(units), _sites(module)
-    _refuse(module, blocks, sites)
+    wrapped: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
+    around: nn.Module = wrapped[0] if isinstance(module, nn.Module) else nn.ModuleList(wrapped)
+    blocks, sites = list(units), _sites(around)
+    _refuse(around, blocks, wrapped, sites)
+    reshard = _reshard_after_forward(reshard_after_forward, comm.ranks)
     policy = mp_policy or MixedPrecisionPolicy()
     loads = _ledger(comm)
-    root = bool(blocks or units_of(module))
-    place = _placer(module, placement, granularity, loads, root=root)
+    root = bool(blocks or units_of(around))
+    place = _placer(around, placement, granularity, loads, root=root)
     skipped = {id(parameter) for parameter in ignored_params}
-    for _, unit in units_of(module):
+    for _, unit in units_of(around):
         for group in unit.groups:
             skipped.update(map(id, [*group.buffer.sharded, *group.buffer.unsharded]))
-    free = {name: p for name, p in module.named_parameters() if id(p) not in skipped}
-    depth = {id(child): name.count(".") for name, child in module.named_modules()}
+    free = {name: p for name, p in around.named_parameters() if id(p) not in skipped}
+    depth = {id(child): name.count(".") for name, child in around.named_modules()}
 
     # innermost first: a block takes what it alone holds, the module what is left
-    targets: list[nn.Module] = [*sorted(blocks, key=lambda block: -depth[id(block)]), module]
-    for target in targets:
-        within = {id(child) for child in target.modules()}
+    inner = sorted(blocks, key=lambda block: -depth[id(block)])
+    for members in [*([block] for block in inner), wrapped]:
+        within = {id(child) for member in members for child in member.modules()}
         own = {n: p for n, p in free.items() if all(id(holder) in within for holder, _ in sites[id(p)])}
         free = {name: parameter for name, parameter in free.items() if name not in own}
         groups: list[ParamGroup] = []
-        for layout, members in place(own):
-            parameters = [own[name] for name in members]
+        for layout, names in place(own):
+            parameters = [own[name] for name in names]
             where = parameters[0].device
             if device is not None and where.type != "meta":
                 where = device
             holders = [sites[id(parameter)] for parameter in parameters]
-            name = f"{type(target).__name__} (group {len(groups)})"
+            name = f"{type(members[0]).__name__} (group {len(groups)})"
             groups.append(ParamGroup(name, layout, holders, parameters, comm, policy, where))
-        unit = Unit(target, groups, comm, policy, reshard_after_forward, schedule or Schedule())
-        target.__dict__[UNIT_ATTRIBUTE] = unit
-        target.__class__ = type(f"Island{type(target).__name__}", (IslandModule, type(target)), {})
+        unit = Unit(members, groups, comm, policy, reshard, schedule or Schedule())
+        for target in members:
+            target.__dict__[UNIT_ATTRIBUTE] = unit
+            target.__class__ = type(f"Island{type(target).__name__}", (IslandModule, type(target)), {})
         attach(unit)
     if root and comm.group is not None:
         _loads.pop(comm.group, None)
@@ -246,15 +174,33 @@ def _sites(module: nn.Module) -> dict[int, list[Site]]:
     return found
 
 
-def _refuse(module: nn.Module, blocks: list[nn.Module], sites: dict[int, list[Site]]) -> None:
-    for target in [*blocks, module]:
+def _reshard_after_forward(wanted: bool | int | None, ranks: int) -> bool | None:
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    if wanted in (1, ranks):
+        return wanted != 1
+    raise LayoutError(
+        f"reshard_after_forward={wanted}: an owner's matrices are not cut, so there is no smaller group of"
+        f" ranks to cut them over between forward and backward. Say False (keep the weights), True (release"
+        f" them), or shard over {wanted} ranks and replicate, with a mesh of two dimensions"
+    )
+
+
+def _refuse(
+    module: nn.Module, blocks: list[nn.Module], wrapped: list[nn.Module], sites: dict[int, list[Site]]
+) -> None:
+    if not wrapped:
+        raise LayoutError("fully_shard was given an empty list")
+    for target in [*blocks, *wrapped]:
         if isinstance(target, IslandModule):
             raise LayoutError(f"{type(target).__name__} is wrapped already")
+        if any(other is not target and target in other.modules() for other in wrapped if target in wrapped):
+            raise LayoutError(f"{type(target).__name__} is within another module of the list: leave it out")
     for name, child in module.named_modules():
         if isinstance(child, nn.RNNBase):
             raise LayoutError(f"{name or 'the module'}: recurrent layers keep their own list of weights")
     inside = {id(child) for child in module.modules()}
-    if any(id(block) not in inside or block is module for block in blocks):
+    if any(id(block) not in inside or block in wrapped for block in blocks):
         raise LayoutError("units: all of them must be submodules of the wrapped module")
     for name, unit in units_of(module):
         for group in unit.groups:

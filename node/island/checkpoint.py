@@ -5,40 +5,45 @@ Through ``torch.distributed.checkpoint``, which reads and writes boxes of named 
 needs. Names in a checkpoint:
 
 * ``model.<name>``: parameters with their global shapes, and buffers;
-* ``optimizer.<name>``: JSON text as bytes: the options of the parameter's group, and the form of its state;
-* ``optimizer.<name>.<key>``: tensors of the state. Those of the parameter's shape are cut as it is; others
-  (steps, factors of Shampoo and SOAP) are whole;
+* ``optimizer.<name>``: JSON text as bytes: the options of the parameter's group, and the form of its state
+  (:mod:`node.island.optimizer_state`);
+* ``optimizer.<name>.<key>``: tensors of the state;
 * ``extra.<name>``: what the caller adds.
+
+:func:`save` returns when the checkpoint is complete; :func:`async_save` copies the state to host memory and
+writes the copy while training goes on.
 """
 
 from __future__ import annotations
 
-import json
+import logging
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.optim import Optimizer
 
 from node.island.collectives import Collectives
 from node.island.layout import LayoutError
+from node.island.optimizer_state import parse, precisions, rebuild, set_options, tensors_of
 from node.island.optimizers import Slot, slots_of
 from node.island.ragged_tensor import RaggedTensor
 from node.island.runtime import units_of
 from node.island.state import sharded_parameters
-from node.island.storage import CheckpointError, Index, Reader, Writer
+from node.island.storage import CheckpointError, Reader, Writer
 
-__all__ = ["CheckpointError", "load", "save"]
+__all__ = ["CheckpointError", "PendingSave", "async_save", "load", "save"]
 
-_OWN: Final = ("params", "param_names", "fan_in", "role")  # of a group, and not options
+log = logging.getLogger(__name__)
 
 
 def save(
@@ -61,16 +66,105 @@ def save(
     Raises:
         CheckpointError: on every rank, if one of them cannot write, or an optimizer's state cannot be saved.
     """
+    _settle()
     scope = _Scope(model)
-    state: dict[str, Tensor] = {}
-    with scope.agreed("saving"):
-        state = _model_state(model)
-        for slot in slots_of(model, optimizers):
-            state.update(_slot_state(slot))
-        state.update({f"extra.{name}": tensor.detach() for name, tensor in (extra or {}).items()})
-    with scope.library():
-        writer = Writer(folder, notes)
-        state_dict_saver.save(state, storage_writer=writer, process_group=scope.group, no_dist=scope.alone)
+    scope.write(_state(scope, model, optimizers, extra), Writer(folder, notes), scope.group)
+
+
+def async_save(
+    folder: Path | str,
+    model: nn.Module,
+    optimizers: Iterable[Optimizer] = (),
+    *,
+    extra: Mapping[str, Tensor] | None = None,
+    notes: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> PendingSave:
+    """Copy the state to host memory and write the copy in a thread; all ranks must call it.
+
+    When it returns, training may go on: the checkpoint has the state of the moment of the call. One save is
+    in flight at a time: a further one, of either kind, first waits until the one before is over, so that
+    there is one copy in memory at most.
+
+    Args:
+        folder, model, optimizers, extra, notes: see :func:`save`.
+        group: of the same ranks on gloo, for the thread alone: what it sends must not meet the collectives of
+            training. By default the first call makes one for all later ones, which takes all ranks of the
+            world; give one if the model is sharded over some of them.
+
+    Returns:
+        What to wait for before the checkpoint is used; a failure to write is raised there.
+
+    Raises:
+        CheckpointError: on every rank, if an optimizer's state cannot be saved, or a group has to be given.
+    """
+    _settle()
+    scope = _Scope(model)
+    group = scope.group_of_its_own() if group is None else group
+    state = {name: _on_host(value) for name, value in _state(scope, model, optimizers, extra).items()}
+    pending = PendingSave(Path(folder), lambda: scope.write(state, Writer(folder, notes), group))
+    _in_flight.append(pending)
+    return pending
+
+
+class PendingSave:
+    """A checkpoint that a thread writes; made by :func:`async_save`. The process does not end before it.
+
+    Attributes:
+        folder: of the checkpoint; it exists once the checkpoint is complete.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[], None]) -> None:
+        self.folder = folder
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name=f"checkpoint {folder.name}")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            self._failure = error
+            log.error("the checkpoint %s was not written: %s", self.folder, error)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Return the folder when the checkpoint is complete on all ranks.
+
+        Args:
+            timeout: seconds; None: as long as the ranks answer each other within their group's timeout.
+
+        Raises:
+            CheckpointError: on every rank, if one of them could not write.
+            TimeoutError: if it takes longer; it goes on, and one may wait again.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the checkpoint {self.folder} is not complete after {timeout} s: wait again")
+        if self._failure is not None:
+            raise CheckpointError(
+                f"the checkpoint {self.folder} was not written: {self._failure}"
+            ) from self._failure
+        return self.folder
+
+
+_in_flight: list[PendingSave] = []
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _settle() -> None:
+    """Wait until no save is in flight. How it went is for those who wait for it."""
+    while _in_flight:
+        _in_flight[-1]._thread.join()
+        _in_flight.pop()
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.on_host() if isinstance(value, RaggedTensor) else value.to("cpu", copy=True)
 
 
 def load(folder: Path | str, model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, Tensor]:
@@ -115,16 +209,16 @@ def load(folder: Path | str, model: nn.Module, optimizers: Iterable[Optimizer] =
         restored = []
         for slot in slots:
             name = f"optimizer.{slot.name}"
-            form = _parse(reader, name, texts[name])
-            state, parts = _rebuild(slot, form["state"], reader.index)
+            form = parse(reader.folder, name, texts[name])
+            state, parts = rebuild(slot, form["state"], reader.index)
             wanted.update(parts)
             restored.append((slot, state, form["group"]))
     scope.read({**wanted, **extras}, reader)
     for slot, state, options in restored:
         live = slot.optimizer.state[slot.parameter]
         live.clear()
-        live.update(state)
-        _set_options(slot.group, options)
+        live.update(state())
+        set_options(slot.group, options)
     return {name.removeprefix("extra."): tensor for name, tensor in extras.items()}
 
 
@@ -150,32 +244,95 @@ class _Scope:
             yield
         except (CheckpointError, LayoutError) as error:
             failure = error
-        failed = torch.tensor([failure is not None], dtype=torch.int32, device=self._device)
-        if not self.alone:
-            with self.comm.guard(f"agreement on {what} a checkpoint"):
-                dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
+        failed = self.largest(torch.tensor([failure is not None], dtype=torch.int64), what)
         if failure is not None:
             raise CheckpointError(str(failure)) from failure
         if failed.item():
             raise CheckpointError(f"another rank failed in {what} the checkpoint: its log says why")
 
+    def largest(self, values: Tensor, what: str) -> Tensor:
+        """Of each of the ``values`` the largest of all ranks, on the CPU."""
+        if self.alone:
+            return values
+        values = values.to(self._device)
+        with self.comm.guard(f"agreement on {what} a checkpoint"):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values.cpu()
+
+    def group_of_its_own(self) -> dist.ProcessGroup | None:
+        """A gloo group of the same ranks, for a thread."""
+        if self.alone:
+            return None
+        world = dist.group.WORLD
+        assert world is not None
+        ranks, everyone = dist.get_world_size(self.group), dist.get_world_size()
+        if ranks != everyone:  # torch's groups that only their members make can hang: they may differ in name
+            raise CheckpointError(
+                f"the model is sharded over {ranks} of {everyone} ranks: make a gloo group of them with"
+                f" torch.distributed.new_group on all ranks, once, and give it as group"
+            )
+        if world not in _groups:
+            with self.comm.guard("making a group for asynchronous checkpoints"):
+                _groups[world] = dist.new_group(backend="gloo")
+        return _groups[world]
+
     def read(self, into: dict[str, Tensor], reader: Reader) -> None:
         """Fill the tensors ``into``."""
-        with self.library():
+        with _library(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_loader.load(into, storage_reader=reader, process_group=self.group, no_dist=self.alone)
 
-    @contextmanager
-    def library(self) -> Iterator[None]:
-        """Turn the failures that the library collects from all ranks into the first that says something."""
+    def write(self, state: dict[str, Tensor], writer: Writer, group: dist.ProcessGroup | None) -> None:
+        """Write the checkpoint; leave nothing behind if that fails."""
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                yield
-        except CheckpointException as error:
-            causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
-            ours = {rank: c for rank, c in causes.items() if isinstance(c, CheckpointError)}
-            rank, cause = next(iter((ours or causes).items()))
-            raise CheckpointError(f"{cause} (rank {rank})") from cause
+            if self.alone:
+                _write_alone(state, writer)
+            else:
+                with _library():
+                    state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
+        except Exception:
+            writer.discard()
+            raise
+
+
+def _write_alone(state: dict[str, Tensor], writer: Writer) -> None:
+    """What the library does in one process, but without its warning: those are not for threads to filter."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+
+
+@contextmanager
+def _library() -> Iterator[None]:
+    """Turn the failures that the library collects from all ranks into the first that says something."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+        ours = {rank: c for rank, c in causes.items() if isinstance(c, CheckpointError)}
+        rank, cause = next(iter((ours or causes).items()))
+        raise CheckpointError(f"{cause} (rank {rank})") from cause
+
+
+def _state(
+    scope: _Scope, model: nn.Module, optimizers: Iterable[Optimizer], extra: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """All that this rank has to save, by name; the memory is that of the model and the optimizers."""
+    names = [entry.name for entry in sharded_parameters(model)]
+    with scope.agreed("saving"):
+        slots = slots_of(model, optimizers)
+        held = precisions(slots, names)
+    plain, block = scope.largest(held, "saving").tolist()
+    mixed = {name: size for name, full, size in zip(names, plain, block, strict=True) if full and size}
+    with scope.agreed("saving"):
+        state = _model_state(model)
+        for slot in slots:
+            state.update(tensors_of(slot, mixed.get(slot.name, 0)))
+        state.update({f"extra.{name}": tensor.detach() for name, tensor in (extra or {}).items()})
+    return state
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -192,127 +349,6 @@ def _model_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-# ---- optimizer state
-
-
-def _slot_state(slot: Slot) -> dict[str, Tensor]:
-    parts: dict[str, Tensor] = {}
-    state = {str(key): value for key, value in slot.optimizer.state.get(slot.parameter, {}).items()}
-    form = {"state": _form(slot, "", state, parts), "group": _options(slot.group)}
-    text = bytearray(json.dumps(form).encode())
-    return {f"optimizer.{slot.name}": torch.frombuffer(text, dtype=torch.uint8), **parts}
-
-
-def _form(slot: Slot, path: str, value: object, parts: dict[str, Tensor]) -> Any:
-    """The JSON form of a state; its tensors go to ``parts``."""
-    if hasattr(value, "codes") and hasattr(value, "scale"):
-        parts.update(_blocks(slot, path, value))
-        return {"blocks": path, "signed": bool(getattr(value, "signed", True))}
-    if isinstance(value, Tensor):
-        key = f"optimizer.{slot.name}{path}"
-        parts[key] = _part(slot, key, value)
-        away = value.device.type == "cpu" and slot.parameter.device.type != "cpu"
-        return {"tensor": path, "cpu": away}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _form(slot, f"{path}.{key}", item, parts) for key, item in value.items()}}
-    if isinstance(value, (list, tuple)):
-        items = [_form(slot, f"{path}.{number}", item, parts) for number, item in enumerate(value)]
-        return {type(value).__name__: items}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    raise CheckpointError(
-        f"the state {path.lstrip('.')} of {slot.name} is a {type(value).__name__}:"
-        f" {type(slot.optimizer).__name__} keeps what a checkpoint cannot hold"
-    )
-
-
-def _blocks(slot: Slot, path: str, value: Any) -> dict[str, Tensor]:
-    """Codes and scales of a state that is quantised in blocks (torchao's 8-bit optimizers)."""
-    block, numel = value.codes.numel() // value.scale.numel(), prod(slot.shape)
-    if slot.start % block or numel % block:
-        raise CheckpointError(
-            f"{slot.name} is cut inside a quantisation block of {block}: give fully_shard"
-            f" granularity=quantisation_units({block})"
-        )
-    key = f"optimizer.{slot.name}{path}"
-    scales = RaggedTensor.of(value.scale, (numel // block,), slot.start // block)
-    return {f"{key}.codes": RaggedTensor.of(value.codes, slot.shape, slot.start), f"{key}.scale": scales}
-
-
-def _part(slot: Slot, key: str, value: Tensor) -> Tensor:
-    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
-        raise CheckpointError(f"{key} is a {type(value).__name__}: only plain tensors can be saved")
-    if value.shape == slot.parameter.shape:
-        return RaggedTensor.of(value.contiguous(), slot.shape, slot.start)
-    if value.numel() > 1 and slot.parameter.numel() != prod(slot.shape):
-        raise CheckpointError(
-            f"{key} has shape {tuple(value.shape)}, its parameter {tuple(slot.parameter.shape)}: the state of"
-            f" a divided parameter must be elementwise"
-        )
-    return value.detach()
-
-
-def _rebuild(slot: Slot, form: Any, index: Index) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state that ``form`` describes, with empty tensors, and these as the library wants them."""
-    parts: dict[str, Tensor] = {}
-
-    def build(node: Any) -> Any:
-        kind, value = next(iter(node.items()))
-        if kind == "tensor":
-            return tensor(value, bool(node["cpu"]))
-        if kind == "blocks":
-            return blocks(value, bool(node["signed"]))
-        if kind == "dict":
-            return {key: build(item) for key, item in value.items()}
-        if kind in ("list", "tuple"):
-            items = [build(item) for item in value]
-            return tuple(items) if kind == "tuple" else items
-        return value
-
-    def tensor(path: str, cpu: bool) -> Tensor:
-        key = f"optimizer.{slot.name}{path}"
-        if key not in index.tensors:
-            raise CheckpointError(f"the checkpoint lacks {key}")
-        size, dtype = index.tensors[key].size, index.tensors[key].properties.dtype
-        device = torch.device("cpu") if cpu else slot.parameter.device
-        if tuple(size) == slot.shape:
-            local = torch.zeros(slot.parameter.shape, dtype=dtype, device=device)
-            parts[key] = RaggedTensor.of(local, slot.shape, slot.start)
-            return local
-        if size.numel() > 1 and slot.parameter.numel() != prod(slot.shape):
-            raise CheckpointError(f"{key} of shape {tuple(size)} needs the whole of {slot.name} on one rank")
-        parts[key] = torch.zeros(size, dtype=dtype, device=device)
-        return parts[key]
-
-    def blocks(path: str, signed: bool) -> Any:
-        make = getattr(slot.optimizer, "_new_buffer", None)
-        buffer = make(slot.parameter, signed) if make is not None else None
-        if not hasattr(buffer, "codes"):
-            raise CheckpointError(
-                f"{slot.name} has a quantised state, and {type(slot.optimizer).__name__} does not quantise"
-                f" the {slot.parameter.numel()} elements of it that are here: load with larger pieces"
-            )
-        found = _blocks(slot, path, buffer)
-        for name, piece in found.items():
-            if name not in index.tensors or index.tensors[name].size != piece.size():
-                raise CheckpointError(f"the checkpoint lacks {name}, or has it for blocks of another size")
-        parts.update(found)
-        return buffer
-
-    state = build(form)
-    return state, parts
-
-
-def _parse(reader: Reader, name: str, text: Tensor) -> dict[str, Any]:
-    try:
-        form = json.loads(bytes(text.tolist()))
-        if not isinstance(form["state"]["dict"], dict) or not isinstance(form["group"], dict):
-            raise TypeError("it is not an object")
-        return dict(form)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{name} in {reader.folder} does not describe a state: {error}") from error
-
-
 def _expect(reader: Reader, name: str, size: torch.Size | None) -> None:
     tensors = reader.index.tensors
     if name not in tensors:
@@ -323,32 +359,3 @@ def _expect(reader: Reader, name: str, size: torch.Size | None) -> None:
         raise CheckpointError(
             f"{name} has shape {tuple(tensors[name].size)} in {reader.folder}, here {tuple(size)}"
         )
-
-
-# ---- options of parameter groups
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that JSON can hold; the others stay as the optimizer was built."""
-    found: dict[str, Any] = {}
-    for key, value in group.items():
-        if key in _OWN:
-            continue
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, tuple) and all(isinstance(item, (int, float)) for item in value):
-            value = list(value)
-        if value is None or isinstance(value, (bool, int, float, str, list)):
-            found[key] = value
-    return found
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        present = group.get(key)
-        if isinstance(present, Tensor):
-            present.fill_(value)
-        elif isinstance(present, tuple):
-            group[key] = tuple(value)
-        else:
-            group[key] = value

@@ -16,9 +16,7 @@ so there are several ways:
 Work is issued without waiting and progresses in stages (:class:`Transfer`), whose order is the same on all
 ranks because the runtime advances them at the same points of the program.
 
-On a GPU they are issued from the compute stream and waited for on it: NCCL's own stream starts after what was
-launched before the issue, and computing goes on after the transfer. Buffers are allocated, filled and
-released in the order of the compute stream, so no block is reused too early. (Exercised on gloo and CPUs.)
+On a GPU the stages run on a stream of their own, beside what is computed (:mod:`node.island.streams`).
 """
 
 from __future__ import annotations
@@ -43,10 +41,20 @@ from node.island.costs import (
     overlap,
     reduce_costs,
 )
+from node.island.deadline import ask, set_deadline
 from node.island.layout import GroupLayout
-from node.island.transfer import IslandError, Stages, Transfer, guarded
-
-SIGNATURE_BYTES = 192
+from node.island.signature import signatures
+from node.island.streams import Purpose, Side, side_of
+from node.island.transfer import (
+    Counters,
+    IslandError,
+    Stages,
+    Transfer,
+    all_gather_single,
+    guarded,
+    reduce_scatter_single,
+)
+from node.island.watch import WATCH
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class CommPolicy:
             gradients of N micro-batches, bit for bit (reduces by ``chunks``).
         check_signatures: before each transfer all ranks compare what they are about to do; slow, for
             debugging.
+        timeout: seconds that a collective may take before it fails; the process groups are given it as
+            theirs. None: 300, or the timeout of the groups or of the default group if that is shorter.
     """
 
     gather: GatherMode | Literal["auto", "measure"] = "auto"
@@ -68,17 +78,7 @@ class CommPolicy:
     link: Link = field(default_factory=Link)
     ordered: bool = False
     check_signatures: bool = False
-
-
-@dataclass
-class Counters:
-    """What one rank did since the start: transfers by kind, and bytes of payload without headers."""
-
-    gathers: int = 0
-    reduces: int = 0
-    scalars: int = 0
-    gathered_bytes: int = 0  # received
-    reduced_bytes: int = 0  # sent
+    timeout: float | None = None
 
 
 class Collectives:
@@ -88,6 +88,7 @@ class Collectives:
         group: process group of the shards; None is the default group, or a single process without one.
         replicas: process group of the ranks that hold the same segment, or None.
         policy: how segments travel.
+        sides: where transfers run, by device and kind.
     """
 
     def __init__(
@@ -95,9 +96,10 @@ class Collectives:
         group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
         policy: CommPolicy | None = None,
+        sides: Callable[[torch.device, Purpose], Side] = side_of,
     ) -> None:
         self.policy = policy or CommPolicy()
-        self.group, self.replicas = group, replicas
+        self.group, self.replicas, self._sides = group, replicas, sides
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank(group)
         self.ranks = 1 if alone else dist.get_world_size(group)
@@ -107,15 +109,25 @@ class Collectives:
         self._global = list(range(self.ranks))
         if group is not None:
             self._global = [dist.get_global_rank(group, rank) for rank in range(self.ranks)]
+        groups = [each for each in (group or dist.group.WORLD, replicas) if each is not None]
+        self.timeout = set_deadline(self.policy.timeout, groups)
+        self._where, self._all = f"rank {self.rank} of {self.ranks}", list(self._global)
+        if self.ranks * self.copies > 1:
+            beside = [] if replicas is None else dist.get_process_group_ranks(replicas)
+            self._where += f" (shard group of the global ranks {self._global}, replicas"
+            self._where += f" {beside or 'none'}, timeout {self.timeout:g} s)"
+            self._all += [rank for rank in beside if rank not in self._global]
         self._measured: GatherMode | None = None
         self._choices: dict[tuple[str, tuple[int, ...], int], str] = {}
 
     def guard(self, what: str) -> AbstractContextManager[None]:
         """Name what was under way when the transport fails."""
-        return guarded(what, self.rank, self.ranks)
+        return guarded(what, self._where, lambda said: ask(self._all, said))
 
-    def _transfer(self, what: str, stages: Stages, count: int) -> Transfer:
-        return Transfer(what, stages, count, self.guard)
+    def _watch(self, what: str, side: Side) -> None:
+        if (done := side.mark()) is not None:
+            late = f"{what} has not ended on {self._where}"
+            WATCH.begin(done, self.timeout, lambda: f"{late}. {ask(self._all, late)}")
 
     def gather_mode(self, layout: GroupLayout, itemsize: int) -> GatherMode:
         """The way this layout is gathered."""
@@ -153,19 +165,25 @@ class Collectives:
                 that the first (which needs a chunk only) can run ahead.
         """
         mode = self.gather_mode(layout, segment.element_size())
-        self._announce("gather", what, mode, layout.total, segment.dtype)
+        self._announce("gather", what, mode, layout.total, segment)
         self.counters.gathers += 1
-        if self.ranks == 1:
-            stages = self._copy(segment, allocate)
-        elif mode == "chunks":
-            stages = self._gather_chunks(layout, segment, allocate)
-        elif mode == "roots":
-            stages = self._gather_roots(layout, segment, allocate)
-        else:
-            stages = self._gather_peers(layout, segment, allocate)
-        return self._transfer(what, stages, 2)
+        return self._gather(what, layout, segment, allocate, mode)
 
-    def _copy(self, segment: Tensor, allocate: Callable[[], Tensor]) -> Stages:
+    def _gather(
+        self,
+        what: str,
+        layout: GroupLayout,
+        segment: Tensor,
+        allocate: Callable[[], Tensor],
+        mode: GatherMode,
+    ) -> Transfer:
+        side = self._sides(segment.device, "gather")
+        ways = {"chunks": self._gather_chunks, "roots": self._gather_roots, "peers": self._gather_peers}
+        way = self._copy if self.ranks == 1 else ways[mode]
+        stages = way(layout, segment, lambda: side.on_compute(allocate))
+        return Transfer(what, stages, 2, self.guard, side, self._watch)
+
+    def _copy(self, layout: GroupLayout, segment: Tensor, allocate: Callable[[], Tensor]) -> Stages:
         yield []
         full = allocate()
         full.copy_(segment)
@@ -184,7 +202,7 @@ class Collectives:
             yield [self._all_to_all(chunk, segment, arriving, leaving)]
         full = allocate()
         self.counters.gathered_bytes += (full.numel() - chunk.numel()) * segment.element_size()
-        yield [_work(dist.all_gather_into_tensor(full, chunk, group=self.group, async_op=True))]
+        yield [_work(all_gather_single(full, chunk, group=self.group, async_op=True))]
         return full
 
     def _gather_roots(self, layout: GroupLayout, segment: Tensor, allocate: Callable[[], Tensor]) -> Stages:
@@ -222,35 +240,24 @@ class Collectives:
         ``buffer`` (``layout.total`` elements) is used up.
         """
         mode = self.reduce_mode(layout, buffer.element_size())
-        self._announce("reduce", what, mode, layout.total, buffer.dtype)
+        self._announce("reduce", what, mode, layout.total, buffer)
         self.counters.reduces += 1
         stages = 0 if self.ranks == 1 else 1 if mode != "chunks" or layout.equal else 2
         if self._has_replicas(layout):
             stages += 1
-        return self._transfer(what, self._reduce(layout, buffer, mode), stages)
+        side = self._sides(buffer.device, "reduce")
+        return Transfer(what, self._reduce(layout, buffer, mode, side), stages, self.guard, side, self._watch)
 
-    def _reduce(self, layout: GroupLayout, buffer: Tensor | None, mode: ReduceMode) -> Stages:
+    def _reduce(self, layout: GroupLayout, buffer: Tensor | None, mode: ReduceMode, side: Side) -> Stages:
         assert buffer is not None
-        low, high, size = layout.cuts[self.rank], layout.cuts[self.rank + 1], buffer.element_size()
         if self.ranks == 1:
             segment = buffer
-        elif mode == "chunks":
-            stages, buffer = self._reduce_chunks(layout, buffer), None  # it is released in between
-            segment = yield from stages
         else:
-            self.counters.reduced_bytes += (buffer.numel() - (high - low)) * size
-            if mode == "fused":
-                segment = buffer.new_empty(high - low)
-                yield [_work(dist.reduce_scatter_tensor(segment, buffer, group=self.group, async_op=True))]
-            else:
-                yield [
-                    _work(dist.reduce(part, dst=self._global[root], group=self.group, async_op=True))
-                    for root, part in enumerate(self._parts(layout, buffer))
-                    if part.numel()
-                ]
-                segment = buffer[low:high].clone()  # a view would keep the whole buffer
+            way = self._reduce_chunks if mode == "chunks" else self._reduce_whole
+            stages, buffer = way(layout, buffer, mode, side), None  # it is released in between
+            segment = yield from stages
         if self._has_replicas(layout):
-            self.counters.reduced_bytes += segment.numel() * size
+            self.counters.reduced_bytes += segment.numel() * segment.element_size()
             if self.policy.ordered:
                 copies = [torch.empty_like(segment) for _ in range(self.copies)]
                 yield [_work(dist.all_gather(copies, segment, group=self.replicas, async_op=True))]
@@ -259,13 +266,35 @@ class Collectives:
                 yield [_work(dist.all_reduce(segment, group=self.replicas, async_op=True))]
         return segment
 
-    def _reduce_chunks(self, layout: GroupLayout, buffer: Tensor | None) -> Stages:
+    def _reduce_whole(
+        self, layout: GroupLayout, buffer: Tensor | None, mode: ReduceMode, side: Side
+    ) -> Stages:
+        assert buffer is not None
+        low, high = layout.cuts[self.rank], layout.cuts[self.rank + 1]
+        self.counters.reduced_bytes += (buffer.numel() - (high - low)) * buffer.element_size()
+        if mode == "fused":
+            segment = buffer.new_empty(high - low)
+            yield [_work(reduce_scatter_single(segment, buffer, group=self.group, async_op=True))]
+        else:
+            yield [
+                _work(dist.reduce(part, dst=self._global[root], group=self.group, async_op=True))
+                for root, part in enumerate(self._parts(layout, buffer))
+                if part.numel()
+            ]
+            segment = buffer[low:high].clone()  # a view would keep the whole buffer
+        side.join()  # the buffer is given back
+        return segment
+
+    def _reduce_chunks(
+        self, layout: GroupLayout, buffer: Tensor | None, mode: ReduceMode, side: Side
+    ) -> Stages:
         assert buffer is not None
         me, size = self.rank, buffer.element_size()
         received: Tensor | None = torch.empty_like(buffer)
         assert received is not None
         self.counters.reduced_bytes += buffer.numel() // self.ranks * (self.ranks - 1) * size
         yield [self._all_to_all(received, buffer, None, None)]
+        side.join()  # the buffer is given back
         buffer = None
         summed = _sum_in_order(list(received.chunk(self.ranks))).clone()  # a view would keep all of them
         received = None
@@ -281,7 +310,7 @@ class Collectives:
     def combine(self, what: str, value: Tensor, *, largest: bool = False) -> Tensor:
         """The sum (or maximum) of a scalar over the shard group: the one collective of clipping."""
         if self.ranks > 1:
-            self._announce("scalar", what, "max" if largest else "sum", value.numel(), value.dtype)
+            self._announce("scalar", what, "max" if largest else "sum", value.numel(), value)
             self.counters.scalars += 1
             with self.guard(what):
                 operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -308,11 +337,8 @@ class Collectives:
         for group, count in ((self.group, self.ranks), (self.replicas, self.copies)):
             if count == 1:
                 continue
-            mine = _encode(text, device)
             with self.guard(what):
-                texts = [torch.empty_like(mine) for _ in range(count)]
-                dist.all_gather(texts, mine, group=group)
-            said = [_decode(item) for item in texts]
+                said = signatures(text, group, device)
             if len(set(said)) > 1:
                 table = "; ".join(f"rank {rank}: {item}" for rank, item in enumerate(said))
                 raise IslandError(
@@ -325,19 +351,18 @@ class Collectives:
         on the slowest rank becomes the way for all layouts."""
         seconds: dict[GatherMode, float] = {}
         segment = sample.new_zeros(layout.resident(self.rank))
-        ways = {"chunks": self._gather_chunks, "roots": self._gather_roots}
-        for mode, way in ways.items():
+        modes: tuple[GatherMode, ...] = ("chunks", "roots")
+        for mode in modes:
+            what = f"timing of {mode}"
             for _ in range(2):
                 begin = time.perf_counter()
-                stages = way(layout, segment, lambda: sample.new_empty(layout.total))
-                self._transfer(f"timing of {mode}", stages, 2).wait()
+                self._gather(what, layout, segment, lambda: sample.new_empty(layout.total), mode).wait()
                 if sample.is_cuda:
                     torch.cuda.synchronize(sample.device)
                 spent = torch.tensor([time.perf_counter() - begin], device=sample.device)
-                with self.guard(f"timing of {mode}"):
+                with self.guard(what):
                     dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=self.group)
-                name = cast(GatherMode, mode)
-                seconds[name] = min(seconds.get(name, float("inf")), spent.item())
+                seconds[mode] = min(seconds.get(mode, float("inf")), spent.item())
         choice = choose(seconds)
         self._measured = cast(GatherMode, choice.mode)
         return choice
@@ -355,10 +380,10 @@ class Collectives:
             dist.all_to_all_single(target, source, arriving, leaving, group=self.group, async_op=True)
         )
 
-    def _announce(self, kind: str, what: str, mode: str, numel: int, dtype: torch.dtype) -> None:
+    def _announce(self, kind: str, what: str, mode: str, numel: int, tensor: Tensor) -> None:
         if self.policy.check_signatures:
-            device = torch.device("cuda" if self.backend == "nccl" else "cpu")
-            self.require_same("the next transfer", f"{kind} {what} {mode} {numel} {dtype}", device)
+            text = f"{kind} {what} {mode} {numel} {tensor.dtype}"
+            self.require_same("the next transfer", text, tensor.device)
 
 
 def _work(work: object) -> dist.Work:
@@ -370,12 +395,3 @@ def _sum_in_order(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total.add_(part)
     return total
-
-
-def _encode(text: str, device: torch.device) -> Tensor:
-    raw = text.encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
-
-
-def _decode(code: Tensor) -> str:
-    return bytes(code.cpu().tolist()).rstrip(b"\0").decode(errors="replace")

@@ -16,7 +16,7 @@ Two rules follow, which the tests demonstrate:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -49,6 +49,9 @@ class DBuffer:
         compute_dtype: of the whole buffer and of unsharded gradients.
         device: where all of it lives; ``meta`` until :meth:`move`.
         requires_grad: of all parameters in the group.
+
+    Attributes:
+        arrived: called with each sharded parameter whose gradient is in place, see :meth:`accept`.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class DBuffer:
             nn.Parameter(self.shard_view(index), requires_grad=requires_grad)
             for index in range(len(layout.tensors))
         ]
+        self.arrived: Callable[[nn.Parameter], None] | None = None
         self._make_full()
 
     def _make_full(self) -> None:
@@ -131,7 +135,8 @@ class DBuffer:
         return self.shard.to(self.compute_dtype)
 
     def allocate(self) -> Tensor:
-        """Give the buffer its bytes; returns the flat alias through which it is filled."""
+        """Give the buffer its bytes, on a GPU from the current stream's pool: a transfer calls this where the
+        program computes (:mod:`node.island.streams`). Returns the flat alias through which it is filled."""
         self.storage.resize_(self._nbytes)
         return self._alias
 
@@ -179,6 +184,8 @@ class DBuffer:
                 parameter.grad = view
             else:
                 parameter.grad.add_(view)
+            if self.arrived is not None:
+                self.arrived(parameter)
         return fresh
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -22,31 +22,7 @@ from torch import Tensor, nn
 from node.island.runtime import units_of
 from node.island.storage import CheckpointError
 from node.island.unit import ParamGroup
-
-_CODES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-class _Item(NamedTuple):
-    """One tensor of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+from node.tensor_file import Entry, FileLayout, cast
 
 
 def export_safetensors(
@@ -78,14 +54,17 @@ def export_safetensors(
             "the model is sharded over several groups of ranks: export the parts one by one"
         )
     aliases, rest = _aliases(model), _unsharded(model, groups)
-    items = {
-        name: _Item(_strip(name, prefix), tuple(t.shape), _cast(t.dtype, dtype)) for name, t in rest.items()
+    entries = {
+        name: Entry(_strip(name, prefix), tuple(t.shape), cast(t.dtype, dtype)) for name, t in rest.items()
     }
     for group in groups:
         for meta, sites in zip(group.layout.tensors, group.sites, strict=True):
             name = aliases[id(sites[0][0]), sites[0][1]]
-            items[name] = _Item(_strip(name, prefix), meta.shape, _cast(group.buffer.dtype, dtype))
-    header, offsets, length = _header(items, {"format": "pt", **(metadata or {})})
+            entries[name] = Entry(_strip(name, prefix), meta.shape, cast(group.buffer.dtype, dtype))
+    try:
+        plan = FileLayout(entries.values(), {"format": "pt", **(metadata or {})})
+    except ValueError as error:
+        raise CheckpointError(f"{error}: use another prefix or dtype") from error
     writes = comm.rank == 0 and (comm.replicas is None or dist.get_rank(comm.replicas) == 0)
     failure: str | None = None
     with ExitStack() as stack:
@@ -94,10 +73,9 @@ def export_safetensors(
         if writes:
             try:
                 file = stack.enter_context(open(draft, "wb"))
-                file.write(header)
-                file.truncate(length)
+                plan.begin(file)
                 for name, tensor in rest.items():
-                    _write(file, offsets[name], tensor, items[name])
+                    plan.write(file, entries[name].name, tensor)
             except OSError as error:
                 failure = str(error)
         for group in groups:
@@ -110,7 +88,7 @@ def export_safetensors(
             try:
                 for meta, offset, sites in zip(layout.tensors, layout.offsets, group.sites, strict=True):
                     name = aliases[id(sites[0][0]), sites[0][1]]
-                    _write(file, offsets[name], gathered[offset : offset + meta.numel], items[name])
+                    plan.write(file, entries[name].name, gathered[offset : offset + meta.numel])
             except OSError as error:
                 failure = str(error)
         if file is not None and failure is None:
@@ -220,39 +198,6 @@ def _allocator(shard: Tensor, total: int) -> Any:
 
 def _strip(name: str, prefix: str) -> str:
     return name.removeprefix(prefix)
-
-
-def _cast(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    dtype = wanted if wanted is not None and own.is_floating_point else own
-    if dtype not in _CODES:
-        raise CheckpointError(f"a safetensors file cannot hold {dtype}: export to another dtype")
-    return dtype
-
-
-def _header(items: Mapping[str, _Item], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """The header, where in the file each tensor begins by its name in the model, and the file's length."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    begins: dict[str, int] = {}
-    position = 0
-    # larger entries first keep all of them aligned
-    for name, item in sorted(items.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[1].name)):
-        if item.name in header:
-            raise CheckpointError(f"two tensors would be named {item.name}: use another prefix")
-        span = [position, position + item.nbytes]
-        header[item.name] = {"dtype": _CODES[item.dtype], "shape": [*item.shape], "data_offsets": span}
-        begins[name], position = position, span[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    return text, {name: len(text) + begin for name, begin in begins.items()}, len(text) + position
-
-
-def _write(file: BinaryIO, offset: int, tensor: Tensor, item: _Item) -> None:
-    if not item.nbytes:
-        return
-    flat = tensor.detach().to(device="cpu", dtype=item.dtype).contiguous().view(-1)
-    file.seek(offset)
-    file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _open(stack: ExitStack, path: Path, prefix: str) -> dict[str, tuple[Any, str, Path]]:

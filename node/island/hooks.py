@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from node.island.runtime import Runtime, in_backward
+from node.island.runtime import UNIT_ATTRIBUTE, Runtime, in_backward
 from node.island.unit import Call, Unit
 
 
 def attach(unit: Unit) -> None:
-    """Register the unit's hooks on its module."""
+    """Register the unit's hooks on its modules."""
 
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -22,12 +23,38 @@ def attach(unit: Unit) -> None:
         return _pre_forward(unit, args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _post_forward(unit, output)
+        return _post_forward(unit, module, output)
 
     # a compiler that traced them would guard on the state of the runtime, and compile again and again
     hidden: Any = torch.compiler.disable
-    unit.module.register_forward_pre_hook(hidden(before), prepend=True, with_kwargs=True)
-    unit.module.register_forward_hook(hidden(after))
+    for module in unit.modules:
+        module.register_forward_pre_hook(hidden(before), prepend=True, with_kwargs=True)
+        module.register_forward_hook(hidden(after))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a call of another method than ``forward`` gather and release the weights as forward does.
+
+    Nothing happens to a module that is not wrapped, so that code may call it in any case.
+
+    Raises:
+        ValueError: if ``module`` has no such method.
+    """
+    unit = module.__dict__.get(UNIT_ATTRIBUTE)
+    if not isinstance(unit, Unit):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name}")
+    method = getattr(module, method_name)
+    hidden: Any = torch.compiler.disable
+    before, after = hidden(_pre_forward), hidden(_post_forward)
+
+    @wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before(unit, args, kwargs)
+        return after(unit, module, method(*args, **kwargs))
+
+    setattr(module, method_name, wrapped)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -112,7 +139,7 @@ def _pre_forward(
     return args, kwargs
 
 
-def _post_forward(unit: Unit, output: Any) -> Any:
+def _post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     runtime = unit.runtime
     assert runtime is not None
     if unit.policy.output_dtype is not None:
@@ -125,7 +152,7 @@ def _post_forward(unit: Unit, output: Any) -> Any:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 cast(Any, tensor).register_hook(enter)
-    runtime.forward_exit(unit)
+    runtime.forward_exit(unit, module)
     return output
 
 

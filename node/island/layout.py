@@ -73,11 +73,14 @@ class GroupLayout:
         tensors: the parameters.
         offsets: where each starts in the group's buffer, in the order of ``tensors`` (not sorted).
         cuts: N + 1 positions, ascending from 0 to :attr:`total`.
+        workers: for each tensor the ranks that step its matrices, one a matrix, where some of them are
+            divided; an empty tuple for a tensor, or for all of them, leaves it to the optimizer.
     """
 
     tensors: tuple[TensorMeta, ...]
     offsets: tuple[int, ...]
     cuts: tuple[int, ...]
+    workers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -146,10 +149,15 @@ class GroupLayout:
         """Whether every element lies in the buffer once and no cut divides a unit; the reason if not."""
         if len(self.offsets) != len(self.tensors):
             return Verdict(False, f"{len(self.tensors)} tensors have {len(self.offsets)} offsets")
+        if len(self.workers) not in (0, len(self.tensors)):
+            return Verdict(False, f"{len(self.tensors)} tensors have {len(self.workers)} lists of workers")
         if len(self.cuts) < 2 or self.cuts[0] != 0 or list(self.cuts) != sorted(self.cuts):
             return Verdict(False, f"cuts {_short(self.cuts)} do not ascend from 0")
         if self.total % self.ranks:
             return Verdict(False, f"{self.total} elements are no multiple of {self.ranks} ranks")
+        for worker in (worker for workers in self.workers for worker in workers):
+            if not 0 <= worker < self.ranks:
+                return Verdict(False, f"worker {worker} is not one of {self.ranks} ranks")
         names = [meta.name for meta in self.tensors]
         if len(set(names)) != len(names):
             return Verdict(False, f"a name occurs twice in {_short(sorted(names))}")
@@ -185,7 +193,7 @@ class GroupLayout:
 
     def _fields(self) -> dict[str, Any]:
         metas = [{name: getattr(meta, name) for name in _META_FIELDS} for meta in self.tensors]
-        return {"tensors": metas, "offsets": self.offsets, "cuts": self.cuts}
+        return {"tensors": metas, "offsets": self.offsets, "cuts": self.cuts, "workers": self.workers}
 
     @staticmethod
     def from_json(text: str) -> GroupLayout:
@@ -201,9 +209,10 @@ class GroupLayout:
                 for item in data["tensors"]
             ]
             offsets, cuts = [int(x) for x in data["offsets"]], [int(x) for x in data["cuts"]]
+            workers = tuple(tuple(int(rank) for rank in ranks) for ranks in data["workers"])
         except (ValueError, TypeError, KeyError) as error:
             raise LayoutError(f"not the JSON of a layout: {error}") from error
-        return from_cuts(metas, offsets, cuts)
+        return _legal(GroupLayout(tuple(metas), tuple(offsets), tuple(cuts), workers))
 
     def hash(self) -> str:
         """SHA-256 of :meth:`to_json`, in hexadecimal."""
@@ -268,7 +277,10 @@ class Plan:
 
 def from_cuts(metas: Sequence[TensorMeta], offsets: Sequence[int], cuts: Sequence[int]) -> GroupLayout:
     """The layout with these offsets and cuts; raises :class:`LayoutError` with the reason if illegal."""
-    layout = GroupLayout(tuple(metas), tuple(offsets), tuple(cuts))
+    return _legal(GroupLayout(tuple(metas), tuple(offsets), tuple(cuts)))
+
+
+def _legal(layout: GroupLayout) -> GroupLayout:
     verdict = layout.legal()
     if not verdict.ok:
         raise LayoutError(f"illegal layout: {verdict.reason}")

@@ -62,7 +62,8 @@ class IslandOptimizer(Optimizer):
         model: sharded; ignored parameters are left out.
         matrix: makes the matrix optimizer; None: matrices go to ``rest``, as a third group.
         rest: makes the elementwise optimizer.
-        overrides, blocks, step_owners: see :func:`~node.island.routing.route`.
+        overrides, blocks, step_owners: see :func:`~node.island.routing.route`; the step owners of the plan
+            that the model was sharded with are taken as they are.
 
     Attributes:
         route: who steps what.

@@ -260,6 +260,11 @@ class _Planner:
             self.loads[1] += np.bincount(spans.first[whole], parts.flops[whole], self.ranks) / self.mean[1]
             self._lend()
         parts.moved[:] = parts.numel - spans.held(parts.worker)
+        workers = parts.workers(len(self.priced.metas))
+        for number, (members, layout) in enumerate(self.cut):
+            named = tuple([workers[index] for index in members.tolist()])
+            if any(named):
+                self.cut[number] = members, replace(layout, workers=named)
 
     def _owned(self) -> list[GroupLayout]:
         """The layouts of what is whole."""

@@ -6,6 +6,9 @@ than a sort. Then *which* ones, block by block, so that no rank owns most of a b
 all of it to everybody when the block is gathered. Ranks that are behind with their number come first, which
 rotates the pattern from block to block.
 
+A few matrices on a few ranks, where longest-processing-time-first may be a quarter above the optimum, are
+searched to the end.
+
 Costs are pairs (bytes, FLOPs), each in units of what a rank has on average; a rank is as loaded as the larger
 of its two sums. All arithmetic is elementwise or sequential in float64, and ties go to the lower rank: every
 process comes to the same owners.
@@ -23,6 +26,8 @@ from node.island.planner_costs import Floats, Integers
 REFUSED: Final = -1
 GOOD_ENOUGH: Final = 1.01  # of the lower bound: no search for more
 _SEARCH: Final = 2_000_000  # exchanges to look at, all in all
+_FEW: Final = 16  # items, and ranks, that are searched to the end
+_NODES: Final = 20_000  # of that search, at most
 _ONE_BY_ONE: Final = 32  # so many matrices of a block and class, or fewer, see each other's rank
 
 
@@ -66,6 +71,8 @@ def deal(
     placed = counts.sum(1)
     if (placed == classes.size).all():
         exchange(loads, classes.cost, counts, room)
+        if len(cost) <= _FEW and loads.shape[1] <= _FEW:
+            search(loads, classes.cost, counts, room)
     taken = np.ones(len(cost), bool)
     for number in np.flatnonzero(placed < classes.size).tolist():
         members = np.flatnonzero(classes.of == number)
@@ -111,7 +118,7 @@ def exchange(loads: Floats, cost: Floats, counts: Integers, room: float) -> None
     work = classes * (classes + 1) * ranks
     if not classes:
         return
-    bound = max(math.fsum(loads[0].tolist()) / ranks, math.fsum(loads[1].tolist()) / ranks, float(cost.max()))
+    bound = _bound(loads, cost)
     back = np.concatenate([np.zeros((1, 2)), cost])  # nothing, or an item of a class, comes back
     for _ in range(min(256, _SEARCH // work)):
         busy = int(np.argmax(loads.max(0)))
@@ -138,6 +145,60 @@ def exchange(loads: Floats, cost: Floats, counts: Integers, room: float) -> None
         if takes:
             counts[takes - 1, busy] += 1
             counts[takes - 1, other] -= 1
+
+
+def search(loads: Floats, cost: Floats, counts: Integers, room: float) -> None:
+    """Lower the largest load as far as it goes, by branch and bound over the ranks of one item after the
+    other; ``loads`` and ``counts`` are brought up to date. What it has found after :data:`_NODES` steps, or
+    within :data:`GOOD_ENOUGH` of the lower bound, is taken.
+    """
+    if not len(cost):
+        return
+    enough = GOOD_ENOUGH * _bound(loads, cost)
+    top = float(loads.max())
+    start = loads.copy()
+    for number in range(len(cost)):
+        start -= cost[number][:, None] * counts[number]
+    start[np.abs(start) < 1e-12] = 0.0  # of what was added and is taken away again
+    items = np.repeat(np.arange(len(cost)), counts.sum(1)).tolist()
+    pairs = [(float(bytes_), float(flops)) for bytes_, flops in cost]
+    best: list[int] | None = None
+    nodes = 0
+
+    def place(ranks: list[int], now: list[tuple[float, float]]) -> None:
+        nonlocal best, top, nodes
+        number = len(ranks)
+        if number == len(items):
+            best, top = ranks, max(map(max, now))
+            return
+        kind = items[number]
+        first = ranks[-1] if number and items[number - 1] == kind else 0  # equal items: in order of ranks
+        bytes_, flops = pairs[kind]
+        tried: set[tuple[float, float]] = set()
+        for rank in sorted(range(first, len(now)), key=lambda rank: (max(now[rank]), rank)):
+            after = (now[rank][0] + bytes_, now[rank][1] + flops)
+            if top <= enough or nodes >= _NODES:
+                return
+            if now[rank] in tried or after[0] > room or max(after) >= top * (1 - 1e-9):
+                continue
+            tried.add(now[rank])
+            nodes += 1
+            place([*ranks, rank], [*now[:rank], after, *now[rank + 1 :]])
+
+    place([], [(float(bytes_), float(flops)) for bytes_, flops in start.T])
+    if best is not None:
+        counts[:] = 0
+        np.add.at(counts, (np.array(items), np.array(best)), 1)
+        loads[:] = start
+        for number in range(len(cost)):
+            loads += cost[number][:, None] * counts[number]
+
+
+def _bound(loads: Floats, cost: Floats) -> float:
+    """What the fullest rank has at least."""
+    ranks = loads.shape[1]
+    bytes_, flops = (math.fsum(row) / ranks for row in loads.tolist())
+    return float(max(bytes_, flops, cost.max()))
 
 
 def spread(kind: Integers, group: Integers, sizes: Floats | Integers, counts: Integers) -> Integers:

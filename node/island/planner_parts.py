@@ -89,14 +89,19 @@ class Parts:
             last[here] = np.searchsorted(cuts[number], end[here], side="left") - 1
         return Spans(group, begin, end, first, last, cuts)
 
+    def workers(self, tensors: int) -> list[tuple[int, ...]]:
+        """Of each of so many tensors the ranks that work on its matrices, in memory order; none where every
+        matrix is whole on its rank."""
+        apart = np.flatnonzero(np.bincount(self.tensor, self.moved, minlength=tensors))
+        first, last = np.searchsorted(self.tensor, apart), np.searchsorted(self.tensor, apart, side="right")
+        found: list[tuple[int, ...]] = [()] * tensors
+        ranks = self.worker.tolist()
+        for index, low, high in zip(apart.tolist(), first.tolist(), last.tolist(), strict=True):
+            found[index] = tuple(ranks[low:high])
+        return found
+
     def step_owners(self, priced: Priced) -> dict[str, StepOwner]:
         """Where the optimizer works on tensors of which some matrix is not whole on its rank."""
-        moved = np.bincount(self.tensor, self.moved, minlength=len(priced.metas))
-        found: dict[str, list[int]] = {}
-        away = moved[self.tensor] > 0
-        for index, rank in zip(self.tensor[away].tolist(), self.worker[away].tolist(), strict=True):
-            found.setdefault(priced.metas[index].name, []).append(rank)
-        sizes = {
-            priced.metas[index].name: int(moved[index]) * FP32 for index in np.flatnonzero(moved).tolist()
-        }
-        return {name: StepOwner(tuple(ranks), sizes[name]) for name, ranks in found.items()}
+        moved = np.bincount(self.tensor, self.moved, minlength=len(priced.metas)).astype(np.int64)
+        found = zip(priced.metas, self.workers(len(moved)), moved.tolist(), strict=True)
+        return {meta.name: StepOwner(ranks, count * FP32) for meta, ranks, count in found if ranks}

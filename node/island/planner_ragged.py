@@ -3,13 +3,12 @@
 :func:`uneven` is :func:`node.island.layout.ragged` for given shares, over all cuts at once.
 :func:`equal` looks for the smallest segment length S such that no boundary k S divides a unit, with as much
 padding between the tensors as that takes (the problem that veScale-FSDP poses for its RaggedShard; it
-contains bin packing, so this is a search over orders and lengths, exact for a handful of tensors).
+contains bin packing, so this is a search over orders and lengths; of a handful of tensors, over all orders).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice, permutations
+from collections.abc import Sequence
 from math import lcm
 from typing import Final
 
@@ -18,7 +17,7 @@ import numpy as np
 from node.island.layout import ALIGN, GroupLayout, TensorMeta
 from node.island.planner_costs import Floats, Integers
 
-_ORDERS: Final = 120  # of the tensors that are tried, at most
+_FEW: Final = 8  # tensors of which all orders are tried
 _PLACEMENTS: Final = 40_000  # of a tensor in one search
 _MULTIPLES: Final = 4  # of a common unit, from one length on
 _FINER: Final = 64  # how many lengths are tried from one to its double
@@ -93,23 +92,21 @@ def equal(metas: Sequence[TensorMeta], ranks: int, *, align: int = ALIGN) -> Gro
             neighbours until it is.
     """
     units = [_unit(meta, align) for meta in metas]
-    orders = list(_orders(metas, units))
+    orders = _orders(metas, units)
     budget = _PLACEMENTS
-    shortest: tuple[int, list[int]] | None = None
     for size in _lengths(metas, units, align, ranks):
-        for order in orders:
+        offsets = None
+        for order in orders if budget >= 0 else orders[:1]:
             offsets = _place(metas, units, order, size, ranks, align)
             budget -= len(metas)
             if offsets is not None:
-                shortest = size, offsets
                 break
-        if shortest is not None:
-            break
-        if budget < 0:
-            orders = orders[:1]
-    assert shortest is not None, "one segment for everything is always legal"
-    size, offsets = shortest
-    return GroupLayout(tuple(metas), tuple(offsets), tuple(range(0, size * ranks + 1, size)))
+        if offsets is None and len(metas) <= _FEW and budget >= 0:
+            offsets, looked = _place_any(metas, units, size, ranks, align)
+            budget -= looked
+        if offsets is not None:
+            return GroupLayout(tuple(metas), tuple(offsets), tuple(range(0, size * ranks + 1, size)))
+    raise AssertionError("one segment for everything is always legal")
 
 
 def _unit(meta: TensorMeta, align: int) -> int:
@@ -120,19 +117,14 @@ def _unit(meta: TensorMeta, align: int) -> int:
     return max(1, min(unit, meta.numel))
 
 
-def _orders(metas: Sequence[TensorMeta], units: Sequence[int]) -> Iterator[list[int]]:
-    """Orders of the tensors worth trying: all of few, else large or coarse ones first, or as they come."""
+def _orders(metas: Sequence[TensorMeta], units: Sequence[int]) -> list[list[int]]:
+    """Orders of the tensors that are good as a rule: large or coarse ones first, or as they come."""
     indices = range(len(metas))
-    yield sorted(indices, key=lambda i: (-metas[i].numel, i))
-    yield sorted(indices, key=lambda i: (-units[i], -metas[i].numel, i))
-    yield list(indices)
-    if len(metas) <= 8:
-        seen: set[tuple[tuple[int, int], ...]] = set()
-        for order in islice(permutations(indices), 8 * _ORDERS):
-            kind = tuple((metas[i].numel, units[i]) for i in order)
-            if kind not in seen and len(seen) < _ORDERS:
-                seen.add(kind)
-                yield list(order)
+    return [
+        sorted(indices, key=lambda i: (-metas[i].numel, i)),
+        sorted(indices, key=lambda i: (-units[i], -metas[i].numel, i)),
+        list(indices),
+    ]
 
 
 def _lengths(metas: Sequence[TensorMeta], units: Sequence[int], align: int, ranks: int) -> list[int]:
@@ -171,17 +163,52 @@ def _place(
     offsets = [0] * len(metas)
     at = 0
     for index in order:
-        meta = metas[index]
-        at = -(-at // align) * align
-        if meta.numel == 0:
-            offsets[index] = min(at, size * ranks)
-            continue
-        found = _first(meta, units[index], at, size, align)
-        if found is None or found + meta.numel > size * ranks:
+        found = _next(metas[index], units[index], at, size, ranks, align)
+        if found is None:
             return None
         offsets[index] = found
-        at = found + meta.numel
+        at = found + metas[index].numel
     return offsets
+
+
+def _place_any(
+    metas: Sequence[TensorMeta], units: Sequence[int], size: int, ranks: int, align: int
+) -> tuple[list[int] | None, int]:
+    """Offsets of the tensors in whichever order fits, None if none does, and the placements looked at.
+
+    By the argument of :func:`_place` only the earliest end of every set of tensors matters, so that sets are
+    gone through and not orders: 2ⁿ n placements; equal tensors are taken as they come.
+    """
+    kinds = [(meta.numel, unit, meta.blocks) for meta, unit in zip(metas, units, strict=True)]
+    twin = [next((j for j in range(i - 1, -1, -1) if kinds[j] == kinds[i]), None) for i in range(len(kinds))]
+    ends: dict[int, tuple[int, dict[int, int]]] = {0: (0, {})}  # by the set's bits: its end and its offsets
+    looked = 0
+    for _ in metas:
+        longer: dict[int, tuple[int, dict[int, int]]] = {}
+        for placed, (at, offsets) in ends.items():
+            for index, before in enumerate(twin):
+                if placed >> index & 1 or (before is not None and not placed >> before & 1):
+                    continue
+                looked += 1
+                found = _next(metas[index], units[index], at, size, ranks, align)
+                if found is None:
+                    continue
+                together, end = placed | 1 << index, found + metas[index].numel
+                if together not in longer or end < longer[together][0]:
+                    longer[together] = end, {**offsets, index: found}
+        ends = longer
+    for _, offsets in ends.values():
+        return [offsets[index] for index in range(len(metas))], looked
+    return None, looked
+
+
+def _next(meta: TensorMeta, unit: int, at: int, size: int, ranks: int, align: int) -> int | None:
+    """Where the tensor starts if what comes before ends at ``at``; None if it does not fit any more."""
+    at = -(-at // align) * align
+    if meta.numel == 0:
+        return min(at, size * ranks)
+    found = _first(meta, unit, at, size, align)
+    return None if found is None or found + meta.numel > size * ranks else found
 
 
 def _first(meta: TensorMeta, unit: int, at: int, size: int, align: int) -> int | None:

@@ -52,6 +52,12 @@ class RaggedTensor(Tensor):
         piece._global, piece._boxes = size, boxes(size, start, local.numel())
         return piece
 
+    def on_host(self) -> RaggedTensor:
+        """A copy of the piece in host memory."""
+        copy = self.as_subclass(Tensor).to("cpu", copy=True).as_subclass(RaggedTensor)
+        copy._global, copy._boxes = self._global, self._boxes
+        return copy
+
     def size(self, dim: int | None = None) -> Any:
         """Global size."""
         return self._global if dim is None else self._global[dim]

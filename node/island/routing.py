@@ -108,8 +108,9 @@ def route(
         model: with sharded units. Ignored parameters are not routed.
         overrides: name pattern to role, see :func:`optim.roles.classify`.
         blocks: name pattern to the number of matrices that are fused in a weight along its rows.
-        step_owners: by a parameter's name the rank for each of its matrices, where they are divided (as
-            ``StepOwner.ranks`` of a plan has it). By default the least busy of its holders.
+        step_owners: by a parameter's name the rank for each of its matrices, where they are divided. By
+            default as the plan says that the model was sharded with, if it counts the same matrices;
+            without one, the least busy of the holders.
 
     Raises:
         LayoutError: for an unknown name or rank in ``step_owners``, or not one rank a matrix.
@@ -136,7 +137,9 @@ def route(
             _check_chosen(matrix, ranks)
         if not named:
             raise LayoutError(f"step_owners names {name}, which is no matrix of the model")
-    return Route(tuple(_assign(matrices, chosen)), tuple(embeddings), tuple(vectors))
+    return Route(
+        tuple(_assign(matrices, {**_planned(matrices), **chosen})), tuple(embeddings), tuple(vectors)
+    )
 
 
 def _global_roles(
@@ -178,6 +181,16 @@ def _holders(entry: ShardedParameter, start: int, numel: int) -> tuple[int, int]
     """The first and the last rank that hold something of a range."""
     begin = entry.layout.offsets[entry.index] + start
     return bisect_right(entry.layout.cuts, begin) - 1, bisect_left(entry.layout.cuts, begin + numel) - 1
+
+
+def _planned(matrices: list[Matrix]) -> dict[str, Sequence[int]]:
+    """Workers by the plan, of the parameters of which it counts as many matrices as there are here."""
+    found: dict[str, Sequence[int]] = {}
+    for matrix in matrices:
+        workers = matrix.entry.layout.workers[matrix.entry.index] if matrix.entry.layout.workers else ()
+        if len(workers) == matrix.entry.meta.numel // matrix.numel:
+            found[matrix.entry.name] = workers
+    return found
 
 
 def _assign(matrices: list[Matrix], chosen: Mapping[str, Sequence[int]]) -> list[Matrix]:

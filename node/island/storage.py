@@ -12,7 +12,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -165,9 +166,15 @@ class Writer(StorageWriter):
         self.folder = Path(folder)
         self.notes = dict(notes or {})
         self._draft = self.folder.with_name(f".{self.folder.name}.partial")
+        self._made = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between uses."""
+
+    def discard(self) -> None:
+        """Remove what has been written; by the rank that made the folder, once no rank writes any more."""
+        if self._made:
+            shutil.rmtree(self._draft, ignore_errors=True)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The first rank makes the folder."""
@@ -175,7 +182,9 @@ class Writer(StorageWriter):
             if self.folder.exists():
                 raise CheckpointError(f"{self.folder} exists already: give each checkpoint its own folder")
             shutil.rmtree(self._draft, ignore_errors=True)
-            self._draft.mkdir(parents=True)
+            with _writing(self._draft):
+                self._draft.mkdir(parents=True)
+            self._made = True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""
@@ -202,9 +211,10 @@ class Writer(StorageWriter):
             raise CheckpointError(f"{self._draft} is not seen by every rank: save to storage that all share")
         if tensors:
             path = self._draft / name
-            save_file(tensors, path)
-            _sync(path)
-            stored = Stored(path.stat().st_size, file_digest(path))
+            with _writing(path):
+                save_file(tensors, path)
+                _sync(path)
+                stored = Stored(path.stat().st_size, file_digest(path))
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(index, size, (place, stored)) for index, size, place in results])
         return future
@@ -220,10 +230,12 @@ class Writer(StorageWriter):
             files[place.file] = stored
         tensors = cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata)
         path = self._draft / INDEX
-        path.write_text(Index(tensors, places, files, self.notes).to_json(), encoding="utf-8")
-        _sync(path)
-        os.replace(self._draft, self.folder)
-        _sync(self.folder.parent)
+        with _writing(path):
+            path.write_text(Index(tensors, places, files, self.notes).to_json(), encoding="utf-8")
+            _sync(path)
+        with _writing(self.folder):
+            os.replace(self._draft, self.folder)
+            _sync(self.folder.parent)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -314,6 +326,14 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a folder with an index."""
         return (Path(checkpoint_id) / INDEX).is_file()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be written ({error}): make room, or save elsewhere") from error
 
 
 def file_digest(path: Path) -> str:

@@ -3,8 +3,8 @@
     SHARDED ──(prepare)──unshard──► GATHERING ──wait──► WHOLE ──reshard──► SHARDED
 
 A unit has one group for each combination of placement, dtype and ``requires_grad`` among the parameters that
-are its own. Its groups move together when forward or backward needs the module; each is released, and its
-gradients reduced, as soon as they are complete.
+are its own. Its groups move together: gathered when forward or backward needs the module, released and
+reduced when the backward of all its calls is over.
 """
 
 from __future__ import annotations
@@ -21,49 +21,14 @@ from torch import Tensor, nn
 
 from node.island.collectives import Collectives
 from node.island.dbuffer import DBuffer
-from node.island.layout import GroupLayout, Piece, TensorMeta
-from node.island.transfer import IslandError, Transfer
+from node.island.layout import GroupLayout, LayoutError, Piece, TensorMeta
+from node.island.policies import MixedPrecisionPolicy, Schedule
+from node.island.transfer import Transfer
 
 if TYPE_CHECKING:
     from node.island.runtime import Runtime
 
 Site = tuple[nn.Module, str]
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """Dtypes of a unit, as in ``torch.distributed.fsdp``. None leaves things as they are.
-
-    Attributes:
-        param_dtype: of gathered weights, hence of forward, backward and unsharded gradients. The resident
-            segment (the master weights) and the optimizer keep the dtype that the parameters have.
-        reduce_dtype: of gradients while they are added up, over micro-batches and ranks; ``param_dtype``
-            otherwise.
-        output_dtype: floating-point outputs of the unit's forward are cast to it.
-        cast_forward_inputs: floating-point inputs are cast to ``param_dtype``.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How far the runtime runs ahead.
-
-    Attributes:
-        prefetch: units that are gathered before the running one is done; 0 gathers on demand.
-        reduces_in_flight: gradient buffers that may be on their way at once, at least 1. A reduce goes on
-            while the next unit runs backward, and is waited for before that unit's gradients are packed.
-        find_unused_parameters: leave the gradients of parameters that no rank used at None, as one process
-            would, at the price of a small collective a step; otherwise they are zeros.
-    """
-
-    prefetch: int = 1
-    reduces_in_flight: int = 1
-    find_unused_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,13 +120,12 @@ class ParamGroup:
         # tied parameters that are still held elsewhere can be told by identity
         self.originals = [ref(parameter) for parameter in parameters]
         self.phase = Phase.SHARDED
-        self.on_complete: Callable[[ParamGroup], None] | None = None
-        self.on_gradient: Callable[[], None] | None = None
+        self.on_gradient: Callable[[int], None] | None = None  # told the elements of what has come
+        self._torn = False  # a conversion has come to some of the modules
         self._gather: Transfer | None = None
         self._gradients: Tensor | None = None
+        self.partial: Tensor | None = None  # sums of this replica that the others have not seen
         self.used = [False] * len(sites)
-        self.ready, self.complete = 0, False
-        self._expected = 0
         self._watched: set[int] = set()
         self._watch()
         self.install(self.buffer.sharded)
@@ -180,11 +144,11 @@ class ParamGroup:
         group = ref(self)
 
         def arrived(parameter: Tensor) -> None:
-            if (here := group()) is not None:
-                here._arrived()
+            if (here := group()) is not None and here.on_gradient is not None:
+                here.on_gradient(parameter.numel())
 
         trainable = [parameter for parameter in self.buffer.unsharded if parameter.requires_grad]
-        self.trainable, self._expected = bool(trainable), len(trainable)
+        self.trainable = bool(trainable)
         for parameter in trainable:
             if id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
@@ -198,6 +162,11 @@ class ParamGroup:
 
     def prepare(self) -> None:
         """Issue the first stage of a gather, which needs no whole buffer."""
+        if self._torn:
+            raise LayoutError(
+                f"{self.name}: only some of the modules that were wrapped together have been converted:"
+                f" convert all of them, as model.to(…) does"
+            )
         if self.phase is Phase.SHARDED and self._gather is None:
             what = f"gather of {self.name}"
             buffer = self.buffer
@@ -232,35 +201,22 @@ class ParamGroup:
                 self.install(self.buffer.sharded)
                 self.buffer.release()
 
-    def rebind(self) -> None:
-        """Rebuild the memory after something has converted the sharded parameters (:meth:`DBuffer.move`)."""
+    def rebind(self, *, partly: bool) -> None:
+        """Rebuild the memory after something has converted the sharded parameters (:meth:`DBuffer.move`);
+        not while dtypes or devices are mixed, if it may have come to a part of them only."""
         values = []
         for sites in self.sites:
             module, attribute = sites[0]
             parameter = module._parameters[attribute]
             assert isinstance(parameter, nn.Parameter), f"{self.name}: {attribute} has been removed"
             values.append(parameter)
+        self._torn = partly and len({(value.device, value.dtype) for value in values}) > 1
+        if self._torn:
+            return
         self.buffer.move(values)
         self._watched.clear()
         self._watch()
         self.install(self.buffer.sharded)
-
-    def begin_backward(self) -> None:
-        """Forget which gradients have come."""
-        self.ready, self.complete = 0, False
-
-    def _arrived(self) -> None:
-        if self.on_gradient is not None:
-            self.on_gradient()
-        if self.complete:
-            raise IslandError(
-                f"{self.name}: a gradient came after the unit's backward was over: one of its weights is used"
-                f" outside of the unit, or a reentrant checkpoint runs its backward in parts"
-                f" (use checkpoint(…, use_reentrant=False))"
-            )
-        self.ready += 1
-        if self.ready == self._expected and self.on_complete is not None:
-            self.on_complete(self)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -283,20 +239,23 @@ class ParamGroup:
             self.used[index] |= parameter.grad is not None
         self._gradients = self.buffer.pack(self._gradients, self.reduce_dtype)
 
-    def reduce(self) -> Transfer:
-        """Issue the reduce of all gradients so far; missing ones count as zeros."""
+    def reduce(self, comm: Collectives) -> Transfer:
+        """Issue the reduce of all gradients so far over the ranks of ``comm``; missing ones count as
+        zeros."""
         if self._gradients is None or self.has_fresh_gradients:
             self.pack()
         assert self._gradients is not None
         gradients, self._gradients = self._gradients, None
-        transfer = self.comm.reduce(f"reduce of {self.name}", self.layout, gradients)
+        if self.partial is not None:  # one rank of the shards adds it, so that the sum has it once
+            gradients[self.buffer.low : self.buffer.high].add_(self.partial)
+            self.partial = None
+        transfer = comm.reduce(f"reduce of {self.name}", self.layout, gradients)
         transfer.advance()
         return transfer
 
     def drop_gradients(self) -> None:
         """Forget unreduced gradients."""
-        self._gradients, self.used = None, [False] * len(self.sites)
-        self.ready, self.complete = 0, False
+        self._gradients, self.partial, self.used = None, None, [False] * len(self.sites)
         for parameter in self.buffer.unsharded:
             parameter.grad = None
 
@@ -310,21 +269,29 @@ class Call:
 
 
 class Unit:
-    """A module whose parameters are gathered before its forward and backward, and released after.
+    """Modules (mostly one) whose parameters are gathered before forward and backward, and released after.
 
     Args:
-        module: the wrapped module.
-        groups: of the parameters that are its own.
+        modules: the wrapped ones.
+        groups: of the parameters that are their own.
         comm: transfers.
         policy: dtypes.
         reshard_after_forward: whether to release the weights between forward and backward; None: unless the
             unit turns out to be the root.
         schedule: how far to run ahead, where the unit is the root.
+
+    Attributes:
+        sync, all_reduce, last_backward, divisor, unshard_in_backward, reshard_after_backward,
+        forward_prefetch, backward_prefetch: what the setters of
+            :class:`~node.island.module.IslandModule` say.
+        open_calls: whether there were forwards whose inputs will not tell that their backward is over.
+        owes: whether gradients of earlier micro-batches wait for a reduce.
+        entered, complete: whether the present backward has come to the unit, and has left it.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: list[nn.Module],
         groups: list[ParamGroup],
         comm: Collectives,
         policy: MixedPrecisionPolicy,
@@ -332,15 +299,24 @@ class Unit:
         schedule: Schedule,
     ) -> None:
         self.schedule = schedule
-        self.module, self.groups, self.comm, self.policy = module, groups, comm, policy
+        self.modules, self.groups, self.comm, self.policy = modules, groups, comm, policy
         self.wanted_reshard = self.reshard_after_forward = reshard_after_forward
-        self.name = type(module).__name__
-        self.sync = True
+        self.name = type(modules[0]).__name__
+        self.sync = self.all_reduce = self.last_backward = True
+        self.unshard_in_backward = self.reshard_after_backward = True
+        self.divisor: float | None = None
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
         self.runtime: Runtime | None = None
         self.calls: WeakSet[Call] = WeakSet()
-        self.open_calls = False  # whether there were forwards whose inputs will not tell
-        self.owes = False  # whether gradients of earlier micro-batches wait for a reduce
-        self.entered = False
+        self.open_calls = self.owes = False
+        self.entered = self.complete = False
+        self._to_run: set[int] = set()  # modules whose part of the forward is to come
+
+    @property
+    def trainable(self) -> list[ParamGroup]:
+        """The groups that get gradients."""
+        return [group for group in self.groups if group.trainable]
 
     def prepare(self) -> None:
         """Issue the first stage of the gathers."""
@@ -362,6 +338,11 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def rebind(self) -> None:
+        """Rebuild the memory after a conversion, once it has come to all modules of the unit."""
+        for group in self.groups:
+            group.rebind(partly=len(self.modules) > 1)
+
     @contextmanager
     def showing_shards(self) -> Iterator[None]:
         """The modules hold the sharded parameters meanwhile, though the weights may be gathered."""
@@ -374,6 +355,20 @@ class Unit:
             for group in gathered:
                 group.install(group.buffer.unsharded)
 
+    def enter_forward(self) -> None:
+        """A module begins its forward: if it is the first, those of the others are to follow."""
+        if not self._to_run:
+            self._to_run = {id(module) for module in self.modules}
+
+    def leave_forward(self, module: nn.Module) -> bool:
+        """``module`` has run; returns whether all of them have."""
+        self._to_run.discard(id(module))
+        return not self._to_run
+
+    def forget_forward(self) -> None:
+        """Those that have not run will not."""
+        self._to_run.clear()
+
     def begin_call(self) -> Call:
         """Note a forward. Earlier ones with a backward count no more, though a kept loss may hold them."""
         self.calls -= {call for call in self.calls if call.past}
@@ -383,11 +378,9 @@ class Unit:
 
     def begin_backward(self) -> None:
         """Forget the last backward."""
-        self.entered = False
+        self.entered = self.complete = False
         for call in self.calls:
             call.done = False
-        for group in self.groups:
-            group.begin_backward()
 
     def end_call(self, call: Call) -> bool:
         """Note that the backward of ``call`` is over; returns whether those of all calls are."""

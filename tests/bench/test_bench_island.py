@@ -12,7 +12,7 @@ import pytest
 from bench import island, namespaces
 from bench.island import A2A, GATHER, OURS, Outcome, Place, Row, Timing
 from bench.island_methods import METHODS
-from bench.island_ranks import World, world
+from bench.island_ranks import Ranks, world
 from bench.island_work import losses, peak_memory, reduce_seconds, reference_losses, timed_steps
 from bench.report import Report
 
@@ -22,12 +22,12 @@ LINKS = pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespac
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
+def pair() -> Iterator[Ranks]:
     with world(2) as ranks:
         yield ranks
 
 
-def test_every_method_trains_as_one_process_does(pair: World) -> None:
+def test_every_method_trains_as_one_process_does(pair: Ranks) -> None:
     alone = reference_losses(SMALL, 4)
     assert alone[-1] < alone[0]
     for method in METHODS:
@@ -35,7 +35,7 @@ def test_every_method_trains_as_one_process_does(pair: World) -> None:
             assert found == pytest.approx(alone, rel=0, abs=1e-12), method
 
 
-def test_the_steps_and_their_collectives_are_counted(pair: World) -> None:
+def test_the_steps_and_their_collectives_are_counted(pair: Ranks) -> None:
     for steps, calls in pair.run(timed_steps, 2, METHODS, SMALL, 1, 2, 125e6):
         assert calls == {OURS: 0, GATHER: MATRICES, A2A: 2 * SHAPES}
         for method in METHODS:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from node.island import CommPolicy, fully_shard
 from node.island.optimizers import IslandOptimizer, PolarSteps
 from optim.muon import Muon
-from tests.island.rig import Member
+from tests.island.rig import Member, device
 
 VOCAB, WIDTH, EXPERTS = 41, 12, 3
 
@@ -56,7 +56,8 @@ class Shampoo(torch.optim.Optimizer):
                 state, gradient = self.state[parameter], parameter.grad
                 if not state:
                     state["factors"] = [
-                        torch.eye(size, dtype=parameter.dtype) * 1e-4 for size in parameter.shape
+                        torch.eye(size, dtype=parameter.dtype, device=parameter.device) * 1e-4
+                        for size in parameter.shape
                     ]
                 left, right = state["factors"]
                 left.add_(gradient @ gradient.T)
@@ -83,8 +84,8 @@ class Soap(torch.optim.Optimizer):
                 state, gradient = self.state[parameter], parameter.grad
                 rows, columns = parameter.shape
                 if not state:
-                    state["left"] = torch.zeros(rows, rows, dtype=parameter.dtype)
-                    state["right"] = torch.zeros(columns, columns, dtype=parameter.dtype)
+                    state["left"] = gradient.new_zeros(rows, rows)
+                    state["right"] = gradient.new_zeros(columns, columns)
                     state["mean"], state["square"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
                     state["step"] = 0
                 state["left"].lerp_(gradient @ gradient.T, 0.1)
@@ -132,16 +133,17 @@ class Case:
     hybrid: bool = False
     steps: int = 6
     ordered: bool = True
+    dtype: torch.dtype = torch.float64
 
 
-def fresh() -> Mixed:
+def fresh(dtype: torch.dtype = torch.float64) -> Mixed:
     torch.manual_seed(11)
-    return Mixed().to(torch.float64)
+    return Mixed().to(device(), dtype)
 
 
 def parts(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCAB, (12, 8), generator=generator)
+    tokens = torch.randint(0, VOCAB, (12, 8), generator=generator).to(device())
     return [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(ranks)]
 
 
@@ -150,7 +152,7 @@ def loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def sharded(case: Case, member: Member) -> tuple[Mixed, IslandOptimizer]:
-    model = fresh()
+    model = fresh(case.dtype)
     mesh = member.grid if case.hybrid else member.mesh
     fully_shard(
         model,
@@ -173,4 +175,4 @@ class Wide(nn.Module):
 
 def wide() -> Wide:
     torch.manual_seed(2)
-    return Wide()
+    return Wide().to(device())

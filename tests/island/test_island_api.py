@@ -26,7 +26,7 @@ from node.island import (
 from node.island.layout import owned
 from node.island.runtime import units_of
 from node.island.unit import ParamGroup
-from tests.island.rig import Member, pool
+from tests.island.rig import Member, device, pool
 from tests.island.tiny_llama import Case, Llama, batch, build, loss_of
 
 
@@ -200,13 +200,13 @@ def meta_model(member: Member | None, placement: str) -> tuple[dict[str, Tensor]
     options: dict[str, Any] = {"mesh": member.mesh} if member else {}
     fully_shard(model, units=model.layers, placement=placement, granularity="element", **options)
     assert all(entry.parameter.is_meta for entry in sharded_parameters(model))
-    init_parameters(model, draw, seed=5, device="cpu")
+    init_parameters(model, draw, seed=5, device=device())
     assert model.head.weight is model.embed.weight
     state = full_state_dict(model)
     part = batch(0).chunk(member.ranks if member else 1)[member.rank if member else 0]
     loss = loss_of(model, part, torch.float64)
     loss.backward()
-    return state, loss.item()
+    return {name: tensor.cpu() for name, tensor in state.items()}, loss.item()
 
 
 @pytest.mark.parametrize("placement", ["owner", "ragged"])

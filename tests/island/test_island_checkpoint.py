@@ -33,7 +33,7 @@ from tests.island.mixed_model import (
     sharded,
     wide,
 )
-from tests.island.rig import Member, pool
+from tests.island.rig import Member, device, pool
 
 State = dict[str, Tensor]
 
@@ -212,7 +212,7 @@ def eight_bit(member: Member, folder: str, save_first: bool) -> tuple[State, lis
         for step in range(0 if save_first else 2, 4):
             if step == 2 and save_first:
                 save(folder, model, [optimizer])
-            x = torch.randn(12, 160, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(12, 160, generator=torch.Generator().manual_seed(step)).to(device())
             model(x.chunk(member.ranks)[member.rank]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ from node.island.collectives import Collectives, CommPolicy
 from node.island.costs import Link, choose, gather_costs, reduce_costs
 from node.island.layout import GroupLayout, TensorMeta, from_cuts
 from node.island.transfer import IslandError, Stages, Transfer
-from tests.island.rig import Member, Ranks, pool
+from tests.island.rig import Member, Ranks, device, pool
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SIZE = 120  # divisible by 2, 3 and 4
@@ -37,11 +37,9 @@ def gather_every_way(member: Member) -> list[str]:
         comm = Collectives(member.group, None, CommPolicy(gather=mode))
         for name, layout in layouts(member.ranks).items():
             for dtype in DTYPES:
-                expected = (torch.arange(SIZE) % 100).to(dtype)
+                expected = (torch.arange(SIZE) % 100).to(device(), dtype)
                 segment = expected[layout.cuts[member.rank] : layout.cuts[member.rank + 1]].clone()
-                transfer = comm.gather(
-                    name, layout, segment, lambda dtype=dtype: torch.full((SIZE,), -1, dtype=dtype)
-                )
+                transfer = comm.gather(name, layout, segment, lambda like=expected: torch.empty_like(like))
                 if not torch.equal(transfer.wait(), expected):
                     wrong.append(f"{mode} {name} {dtype}")
         assert comm.counters.gathers == 15 and comm.counters.gathered_bytes > 0
@@ -55,7 +53,7 @@ def reduce_every_way(member: Member) -> list[str]:
         comm = Collectives(member.group, None, CommPolicy(reduce=mode))
         for name, layout in layouts(member.ranks).items():
             for dtype in DTYPES:
-                pattern = torch.arange(SIZE) % 13
+                pattern = torch.arange(SIZE, device=device()) % 13
                 buffer = (pattern * (member.rank + 1)).to(dtype)
                 segment = comm.reduce(name, layout, buffer).wait()
                 expected = (pattern * factor).to(dtype)
@@ -73,14 +71,16 @@ def test_gather_and_reduce(ranks: int) -> None:
 
 
 def gather_alone(member: Member) -> list[str]:
-    segment = torch.arange(5.0)
-    full = Collectives(member.group).gather("one", layout_of(0, 5), segment, lambda: torch.zeros(5)).wait()
+    segment = torch.arange(5.0, device=device())
+    comm, layout = Collectives(member.group), layout_of(0, 5)
+    full = comm.gather("one", layout, segment, lambda: torch.zeros_like(segment)).wait()
     return [] if torch.equal(full, segment) else ["alone"]
 
 
 def sum_in_order(member: Member) -> bool:
     def of(rank: int) -> torch.Tensor:
-        return torch.randn(SIZE, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+        values = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+        return values.to(device())
 
     expected = of(0)
     for rank in range(1, member.ranks):
@@ -102,10 +102,10 @@ def reduce_over_replicas(member: Member, ordered: bool) -> tuple[list[float], li
     policy = CommPolicy(ordered=ordered)
     comm = Collectives(member.grid.get_group(1), member.grid.get_group(0), policy)
     layout = layout_of(0, 5, 8)
-    segment = comm.reduce("grid", layout, torch.arange(8.0) * 10.0**member.rank).wait()
-    first = torch.full((3,), float(member.rank))
+    segment = comm.reduce("grid", layout, torch.arange(8.0, device=device()) * 10.0**member.rank).wait()
+    first = torch.full((3,), float(member.rank), device=device())
     comm.copy_to_replicas("copy", first)
-    flags = torch.zeros(4, dtype=torch.uint8)
+    flags = torch.zeros(4, dtype=torch.uint8, device=device())
     flags[member.rank] = 1
     assert comm.union("flags", flags).tolist() == [1, 1, 1, 1]
     return segment.tolist(), first.tolist()
@@ -124,16 +124,17 @@ def overlapping_transfers(member: Member) -> bool:
     comm = Collectives(member.group, None, CommPolicy(gather="chunks", reduce="chunks"))
     layout = layouts(member.ranks)["ragged"]
     low, high = layout.cuts[member.rank], layout.cuts[member.rank + 1]
-    first, second = torch.arange(SIZE) * 1.0, torch.arange(SIZE) * 2.0
-    a = comm.gather("a", layout, first[low:high].clone(), lambda: torch.empty(SIZE))
+    first = torch.arange(SIZE, device=device()) * 1.0
+    second = first * 2.0
+    a = comm.gather("a", layout, first[low:high].clone(), lambda: torch.empty_like(first))
     a.advance()
-    b = comm.gather("b", layout, second[low:high].clone(), lambda: torch.empty(SIZE))
+    b = comm.gather("b", layout, second[low:high].clone(), lambda: torch.empty_like(first))
     b.advance()
     c = comm.reduce("c", layout, first.clone())
     c.advance()
     a.advance()
     c.progress()
-    lost = comm.gather("d", layout, first[low:high].clone(), lambda: torch.empty(SIZE))
+    lost = comm.gather("d", layout, first[low:high].clone(), lambda: torch.empty_like(first))
     lost.advance()
     lost.abandon()
     return (
@@ -150,7 +151,7 @@ def test_transfers_overlap_and_can_be_abandoned() -> None:
 def measured_mode(member: Member) -> tuple[str, str]:
     comm = Collectives(member.group, None, CommPolicy(gather="measure"))
     layout = layouts(member.ranks)["ragged"]
-    choice = comm.measure(layout, torch.empty(0))
+    choice = comm.measure(layout, torch.empty(0, device=device()))
     return choice.mode, comm.gather_mode(layout_of(0, 1, 2, 3, 4), 4)
 
 
@@ -162,11 +163,11 @@ def test_measured_choice_is_the_same_everywhere() -> None:
 def disagree(member: Member) -> tuple[str, str]:
     comm = Collectives(member.group, None, CommPolicy(check_signatures=True))
     with pytest.raises(IslandError) as plan:
-        comm.require_same("the sharding plan", f"hash {member.rank // 3}", torch.device("cpu"))
+        comm.require_same("the sharding plan", f"hash {member.rank // 3}", device())
     layout = layouts(member.ranks)["even"]
     unit = "layers.1" if member.rank == 2 else "layers.0"
     with pytest.raises(IslandError) as signature:
-        comm.reduce(unit, layout, torch.zeros(SIZE))
+        comm.reduce(unit, layout, torch.zeros(SIZE, device=device()))
     return str(plan.value), str(signature.value)
 
 
@@ -207,12 +208,12 @@ def test_costs_rank_the_ways_as_measured_at_1_gbit() -> None:
 
 def gathers_without_the_last_rank(member: Member) -> str:
     comm = Collectives(member.group)
-    layout = layout_of(0, 64, 192)
+    layout, whole = layout_of(0, 64, 192), torch.empty(192, device=device())
     for step in range(2):
         if step == 1 and member.rank == 1:
             return "left"
-        segment = torch.zeros(layout.resident(member.rank))
-        comm.gather(f"gather of layers.{step}", layout, segment, lambda: torch.empty(192)).wait()
+        segment = torch.zeros(layout.resident(member.rank), device=device())
+        comm.gather(f"gather of layers.{step}", layout, segment, whole.clone).wait()
     return "finished"
 
 

@@ -16,10 +16,11 @@ from node.island import (
 )
 from node.island.dbuffer import DBuffer
 from node.island.layout import owned, ragged
+from tests.island.rig import device
 
 
 def weights(size: int = 32) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+    return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device())
 
 
 class Linear:
@@ -27,10 +28,10 @@ class Linear:
 
     def __init__(self, form: str) -> None:
         self.layout = owned([TensorMeta("w", (4, 8))], [0], 1, align=1)
-        self.buffer = DBuffer(self.layout, 0, dtype=torch.float32, device=torch.device("cpu"))
+        self.buffer = DBuffer(self.layout, 0, dtype=torch.float32, device=device())
         self.buffer.allocate().copy_(weights())
         self.weight = self.buffer.unsharded[0]
-        self.x = torch.ones(3, 8, requires_grad=True)
+        self.x = torch.ones(3, 8, device=device(), requires_grad=True)
         y = {
             "view": lambda: self.x @ self.weight.t(),
             "leaf": lambda: F.linear(self.x, self.weight),
@@ -53,7 +54,7 @@ def test_pinned_storage_serves_views_saved_before_it_was_emptied(form: str) -> N
     address = linear.buffer.storage._cdata
     linear.buffer.release()
     assert linear.buffer.full_bytes == 0 and linear.weight.untyped_storage().nbytes() == 0
-    torch.empty(1 << 16).fill_(7.0)
+    torch.empty(1 << 16, device=device()).fill_(7.0)
     linear.buffer.allocate().copy_(weights())
     assert linear.buffer.full_bytes == 128 and linear.weight.untyped_storage()._cdata == address
     assert linear.error() < 1e-5
@@ -107,7 +108,7 @@ def test_reading_released_weights_is_loud() -> None:
 
 def test_buffer_wide_operations_and_refusals() -> None:
     layout = ragged([TensorMeta("a", (3, 4), 4), TensorMeta("b", (), 1)], 2, align=1)
-    buffer = DBuffer(layout, 0, dtype=torch.float32, compute_dtype=torch.bfloat16, device=torch.device("cpu"))
+    buffer = DBuffer(layout, 0, dtype=torch.float32, compute_dtype=torch.bfloat16, device=device())
     buffer.fill(0, torch.arange(12.0).view(3, 4))
     buffer.scale_(2.0)
     assert buffer.sharded[0].tolist() == [[0.0, 2.0, 4.0, 6.0], [8.0, 10.0, 12.0, 14.0]]

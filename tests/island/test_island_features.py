@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from node.island import CommPolicy, MixedPrecisionPolicy, Schedule, full_state_dict, fully_shard
-from tests.island.rig import Member, pool
+from tests.island.rig import Member, device, pool
 from tests.island.tiny_llama import Case, batch, build, difference, loss_of, optimizers, sharded, train
 
 STEPS = 6
@@ -42,7 +42,7 @@ def test_fifty_steps_in_fp64(ranks: int, optimizer: str) -> None:
 def one_matrix(member: Member | None, ranks: int) -> Tensor:
     """Fifty steps of Muon on the only matrix there is."""
     torch.manual_seed(0)
-    model: Any = nn.Linear(6, 5, bias=False, dtype=torch.float64)
+    model: Any = nn.Linear(6, 5, bias=False, dtype=torch.float64).to(device())
     if member is not None:
         fully_shard(model, mesh=member.mesh)
     steppers = optimizers(Case(), [("weight", model.weight)])
@@ -52,11 +52,11 @@ def one_matrix(member: Member | None, ranks: int) -> Tensor:
             x = torch.randn(
                 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + rank)
             )
-            (model(x).square().mean() / (ranks if member is None else 1)).backward()
+            (model(x.to(device())).square().mean() / (ranks if member is None else 1)).backward()
         for optimizer in steppers:
             optimizer.step()
             optimizer.zero_grad()
-    return model.weight.detach() if member is None else full_state_dict(model)["weight"]
+    return model.weight.detach().cpu() if member is None else full_state_dict(model)["weight"]
 
 
 def test_more_ranks_than_matrices() -> None:
@@ -159,7 +159,7 @@ def replicated(member: Member, case: Case, steps: int) -> tuple[list[float], dic
         for optimizer in steppers:
             optimizer.step()
             optimizer.zero_grad()
-        totals = torch.zeros(member.ranks, dtype=torch.float64)
+        totals = torch.zeros(member.ranks, dtype=torch.float64, device=device())
         totals[member.rank] = loss.detach()
         dist.all_reduce(totals, group=member.group)
         losses += totals.tolist()

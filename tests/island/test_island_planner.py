@@ -254,8 +254,23 @@ def test_another_process_comes_to_the_same_plan() -> None:
 
 
 def test_a_plan_survives_json() -> None:
-    plan = plan_island(decoder(16, 24, 3, 37), 5).plan
-    assert Plan.from_json(plan.to_json()).hash() == plan.hash()
+    whole = plan_island(decoder(16, 24, 3, 37), 5)
+    cut = plan_island(decoder(16, 24, 3, 37), 40)
+    for found in (whole, cut):
+        assert Plan.from_json(found.plan.to_json()) == found.plan
+        assert Plan.from_json(found.plan.to_json()).hash() == found.plan.hash()
+        workers = {
+            meta.name: ranks
+            for layout in found.plan.groups
+            for meta, ranks in zip(layout.tensors, layout.workers, strict=False)
+            if ranks
+        }
+        assert workers == {name: owner.ranks for name, owner in found.step_owners.items()}
+    assert cut.step_owners and not whole.step_owners
+    layout = next(layout for layout in cut.plan.groups if layout.workers)
+    for wrong, reason in ((layout.workers[:1], "lists of workers"), (((40,),) * len(layout.tensors), "40")):
+        assert reason in replace(layout, workers=wrong).legal().reason
+    plan = whole.plan
     assert all(isinstance(meta, TensorMeta) for layout in plan.groups for meta in layout.tensors)
 
 

@@ -25,7 +25,7 @@ from node.island import (
 from node.island.dbuffer import DBuffer
 from node.island.runtime import units_of
 from node.island.unit import Phase
-from tests.island.rig import Member, Ranks, pool
+from tests.island.rig import Member, Ranks, device, pool
 from tests.island.tiny_llama import Case, batch, build, loss_of, optimizers, shard
 
 # ---- memory
@@ -36,7 +36,7 @@ def storage_bytes() -> int:
     gc.collect()
     found: dict[int, int] = {}
     for item in gc.get_objects():
-        if type(item) in (Tensor, nn.Parameter) and item.device.type == "cpu":
+        if type(item) in (Tensor, nn.Parameter) and item.device.type == device().type:
             storage = item.untyped_storage()
             found[storage._cdata] = storage.nbytes()
     return sum(found.values())
@@ -220,16 +220,16 @@ def test_unlike_plans_are_refused_before_the_first_gather() -> None:
 
 def first_replica_wins(member: Member) -> float:
     torch.manual_seed(member.rank // 2)  # unlike replicas
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device())
     fully_shard(model, mesh=member.grid)
-    model(torch.zeros(1, 6)).sum().backward()
+    model(torch.zeros(1, 6, device=device())).sum().backward()
     return sum(t.double().sum().item() for t in full_state_dict(model).values())
 
 
 def test_replicas_start_equal() -> None:
     answers = pool().run(first_replica_wins, 4)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device())
     assert set(answers) == {sum(t.double().sum().item() for t in model.state_dict().values())}
 
 
@@ -275,7 +275,7 @@ def tripping_steps(member: Member, where: str, explicit: bool) -> float:
                 loss_of(model, mine, case.dtype).backward()
             model.layers[1].inner = inner
             if explicit:
-                model.reset()  # type: ignore[operator]
+                model.reset_iter_state()  # type: ignore[operator]
                 groups = [group for _, unit in units_of(model) for group in unit.groups]
                 assert all(group.phase is Phase.SHARDED for group in groups)
                 assert all(group.buffer.full_bytes == 0 for group in groups)
@@ -309,7 +309,7 @@ def interleaved(member: Member) -> float:
         second = loss_of(model, parts[1], case.dtype)
         if disturbed:
             with torch.no_grad():
-                model.layers[0](torch.zeros(1, 2, 16, dtype=case.dtype))
+                model.layers[0](torch.zeros(1, 2, 16, dtype=case.dtype, device=device()))
                 loss_of(model, parts[0], case.dtype)
                 assert all(g.phase is Phase.SHARDED for _, u in units_of(model) for g in u.groups)
             first.backward()
@@ -382,7 +382,7 @@ def training_until_one_dies(member: Member, where: str) -> str:
     except IslandError:
         groups = [group for _, unit in units_of(model) for group in unit.groups]
         with suppress(IslandError):  # cleaning up meets the same dead rank, and says nothing else
-            model.reset()  # type: ignore[operator]
+            model.reset_iter_state()  # type: ignore[operator]
         assert all(group.phase is Phase.SHARDED and not group.buffer.full_bytes for group in groups)
         raise
     return "finished"
@@ -395,7 +395,7 @@ def test_a_rank_that_dies_is_a_clear_error_on_the_others(where: str) -> None:
         answers = ranks.answers_of(training_until_one_dies, 3, where, patience=60.0)
         for rank in (0, 2):
             ok, text = answers[rank]
-            assert not ok and f"failed on rank {rank} of 3: " in text
+            assert not ok and f"failed on rank {rank} of 3 (" in text
             assert "IslandError: gather of " in text or "IslandError: reduce of " in text
         assert answers[1] == (False, "the process died")
     finally:
@@ -425,13 +425,13 @@ class Around(nn.Module):
 
 def gathers_of_a_unit_called_twice(member: Member) -> list[int]:
     torch.manual_seed(0)
-    model = Around()
+    model = Around().to(device())
     fully_shard(model, units=[model.sometimes], mesh=member.mesh)
     unit = dict(units_of(model))["sometimes"]
     assert len(unit.groups) == 1
     counts = []
     for _ in range(3):
-        loss = model(torch.ones(2, 4))
+        loss = model(torch.ones(2, 4, device=device()))
         before = unit.comm.counters.gathers
         loss.backward()
         counts.append(unit.comm.counters.gathers - before)

@@ -26,7 +26,7 @@ from node.island import (
     fully_shard,
     sharded_parameters,
 )
-from tests.island.rig import Member
+from tests.island.rig import Member, device
 
 VOCAB, WIDTH, HEADS, HIDDEN, CONTEXT, BATCH = 37, 16, 2, 24, 5, 24
 
@@ -102,7 +102,7 @@ class Case:
 
 def build(case: Case) -> Llama:
     torch.manual_seed(3)
-    model = Llama().to(case.dtype)
+    model = Llama().to(device(), case.dtype)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.1)
@@ -115,7 +115,7 @@ def build(case: Case) -> Llama:
             if ".q." in name or "layers.0" in name or "embed" in name:
                 parameter.requires_grad_(False)
     if case.unused or case.conditional:
-        model.layers[1].extra = nn.Linear(WIDTH, WIDTH).to(case.dtype)
+        model.layers[1].extra = nn.Linear(WIDTH, WIDTH).to(device(), case.dtype)
     for block in model.layers:
         block.recompute = case.inner_checkpoint
     model.outer_checkpoint, model.twice = case.outer_checkpoint, case.twice
@@ -164,7 +164,7 @@ def optimizers(case: Case, named: list[tuple[str, nn.Parameter]]) -> list[torch.
 def batch(step: int) -> Tensor:
     tokens = torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
     tokens[:, 1::2] = (tokens[:, 0:-1:2] * 7 + 3) % VOCAB
-    return tokens
+    return tokens.to(device())
 
 
 def loss_of(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -191,7 +191,7 @@ def train(
             block.inner = torch.compile(block.inner, backend="aot_eager", fullgraph=True)
     steppers, losses = optimizers(case, named), []
     for step in range(steps):
-        totals = torch.zeros(ranks, dtype=torch.float64)
+        totals = torch.zeros(ranks, dtype=torch.float64, device=device())
         parts = batch(step).chunk(ranks)
         for rank in range(ranks) if member is None else [member.rank]:
             if case.conditional:
@@ -220,7 +220,7 @@ def train(
             optimizer.zero_grad()
         losses += totals.tolist()
     state = model.state_dict() if member is None else full_state_dict(model, rank=0)
-    return losses, {name: tensor.detach().clone() for name, tensor in state.items()}
+    return losses, {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
 def sharded(member: Member, case: Case, steps: int) -> tuple[list[float], dict[str, Tensor]]:
