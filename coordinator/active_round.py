@@ -14,12 +14,14 @@ from typing import Final, Protocol
 
 from coordinator.contribution import Contribution, check_header
 from coordinator.inspection import Inspection
+from coordinator.lane_layout import LaneLayout
+from coordinator.member import Member
 from coordinator.reducer import Reduction, padding_bits
 from coordinator.refusal import DUPLICATE, WRONG_ROUND, Refused
 from coordinator.result import Result
 from coordinator.rounds import Policy, RoundView, Seat, State, Verdict, decide
 from coordinator.timer import Alarm, Timer
-from optim.aggregate import Aggregation, Bytes, ReducerMemory, TallyFunction, casting_voter
+from optim.aggregate import Aggregation, ReducerMemory, TallyFunction, casting_voter
 from optim.pieces import Piece, cut
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
@@ -40,21 +42,6 @@ class Pool(Protocol):
     ) -> Future[list[bytes]]:
         """Run ``work`` on another thread, then call ``done`` on the event loop."""
         ...
-
-
-@dataclass
-class Member:
-    """One seat of the round; its means weigh ``weight`` for each of its ``samples``."""
-
-    node: str
-    weight: int
-    row: Bytes
-    state: State
-    samples: int = 1
-    live: bool = True
-    contribution: Contribution | None = None
-    broken: int = 0
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,6 +107,11 @@ class ActiveRound:
         self._busy = False
         self._closed = False
 
+    @property
+    def table(self) -> BucketTable:
+        """What travels in this round."""
+        return self._shared.table
+
     # --------------------------------------------------------------------------------------------- events
 
     def begin(self) -> None:
@@ -133,15 +125,19 @@ class ActiveRound:
         if member.state is State.LAGGING and self.verdict is None:
             self._change(member, State.EXPECTED)
 
-    def accept(self, node: str, header: ContributionHeader) -> Contribution | None:
-        """A member's stream announces its contribution; ``None`` if it abstains.
+    def accept(self, node: str, header: ContributionHeader, lane: LaneLayout) -> Contribution | None:
+        """A member's stream announces its contribution, or a lane of it; ``None`` if it has nothing to take.
+
+        One lane that abstains takes its member out, whatever the others have delivered; but whoever asks with
+        an abstention for the result of what has arrived whole asks for no more than that.
 
         Raises:
             Refused: the header does not fit; a duplicate has kind ``DUPLICATE`` and leaves the member as it
                 was.
         """
         member = self.members[node]
-        if member.state in (State.COMPLETE, State.ABSTAINED, State.FAILED) and not header.abstain:
+        delivered = not member.pending or member.lanes.delivered(lane)
+        if delivered and not (header.abstain or lane.idle):
             raise Refused(
                 DUPLICATE, f"{node} has already delivered for round {self.round + 1} ({member.state.value})"
             )
@@ -150,22 +146,24 @@ class ActiveRound:
                 WRONG_ROUND,
                 f"round {self.round + 1} belongs to epoch {self.epoch}, the header says {header.epoch}",
             )
-        check_header(header, self._shared.table, member.weight)
+        check_header(header, self.table, lane, member.weight)
         if header.abstain:
-            if member.state in (State.EXPECTED, State.LAGGING):
-                member.contribution = None
+            if not delivered:
                 member.reason = header.reason[:256]
-                self._change(member, State.ABSTAINED)
+                self._exclude(member, State.ABSTAINED)
             return None
-        member.contribution = Contribution(member.row, self._shared.inspection)
-        return member.contribution
+        if lane.idle:
+            return None
+        contribution = Contribution(member.row, self._shared.inspection, lane)
+        member.lanes.add(contribution, self.table)
+        return contribution
 
     def delivered(self, node: str, contribution: Contribution) -> None:
         """More of a contribution has arrived."""
         member = self.members[node]
-        if member.contribution is not contribution:
+        if contribution not in member.lanes:
             return
-        if contribution.complete and member.state in (State.EXPECTED, State.LAGGING):
+        if contribution.complete and member.lanes.complete and member.pending:
             if self.first_at is None:
                 self.first_at = self._timer.now()
             self._change(member, State.COMPLETE)
@@ -173,25 +171,24 @@ class ActiveRound:
             self._advance()
 
     def refuse(self, node: str, contribution: Contribution | None) -> None:
-        """A member's contribution was refused: nobody waits for it in this round."""
+        """A member's contribution, or a stream that has none, was refused: nobody waits for the member in
+        this round."""
         member = self.members[node]
-        if member.contribution is contribution and member.state in (State.EXPECTED, State.LAGGING):
-            member.contribution = None
-            self._change(member, State.FAILED)
+        if member.pending and (contribution is None or contribution in member.lanes):
+            self._exclude(member, State.FAILED)
 
     def lost(self, node: str, contribution: Contribution) -> None:
         """The stream of an unfinished contribution broke; the member may send it again."""
         member = self.members[node]
-        if member.contribution is not contribution or contribution.complete:
+        if contribution not in member.lanes or contribution.complete:
             return
-        member.contribution = None
-        if member.state not in (State.EXPECTED, State.LAGGING):
+        broken = member.lanes.drop(contribution)
+        if not member.pending:
             return
-        member.broken += 1
-        if member.broken >= MAX_BROKEN_STREAMS:
-            self._change(member, State.FAILED)
+        if broken >= MAX_BROKEN_STREAMS:
+            self._exclude(member, State.FAILED)
         elif node in self._voters:
-            self._form(self._voters)  # the row will be written again
+            self._form(self._voters)  # a part of the row will be written again
 
     def departed(self, node: str) -> None:
         """A member's session ended."""
@@ -217,6 +214,11 @@ class ActiveRound:
     def waiting(self) -> str:
         """In words, what the round waits for."""
         return self.verdict.reason if self.verdict else decide(self.view(), self._policy).reason
+
+    def _exclude(self, member: Member, state: State) -> None:
+        """A member has nothing to count any more; what its streams still bring goes nowhere."""
+        member.lanes.clear()
+        self._change(member, state)
 
     def _change(self, member: Member, state: State) -> None:
         member.state = state
@@ -282,7 +284,7 @@ class ActiveRound:
             verdict.voters,
             [self.members[node].weight for node in verdict.voters],
             casting=casting_voter(self.round, len(verdict.voters)),
-            nbytes=self._shared.table.result_nbytes if verdict.voters else 0,
+            nbytes=self.table.result_nbytes if verdict.voters else 0,
             digest=digest,
             reason=verdict.reason,
             agreement=agreement,
@@ -315,12 +317,10 @@ class ActiveRound:
         """Reduce what every voter has delivered, unless a job is running: its end comes back here."""
         if self._busy or self._closed or not self._voters:
             return
-        delivered = self._shared.table.nbytes
-        for node in self._voters:
-            contribution = self.members[node].contribution
-            if contribution is None:
-                return
-            delivered = min(delivered, contribution.received)
+        lanes = [self.members[node].lanes for node in self._voters]
+        if not all(lanes):
+            return
+        delivered = min(member.received for member in lanes)
         reduction = self._reduction or self._begin_reduction()
         cost = reduction.cost(delivered)
         if not cost:
@@ -342,7 +342,7 @@ class ActiveRound:
     def _begin_reduction(self) -> Reduction:
         members = [self.members[node] for node in self._voters]
         aggregation = Aggregation(
-            self._shared.table,
+            self.table,
             len(members),
             round_index=self.round,
             tally=self._shared.tally,

@@ -5,27 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.start import Start, ahead, conflict
 from protos.atoll_pb2 import JoinRequest
 from protos.wire import PROTOCOL
 
 MAX_NAME: Final = 128  # characters of a node's name
 MAX_DIGEST: Final = 128
 MAX_WEIGHT: Final = 65535
+MAX_RANKS: Final = 1024  # processes of one node
+MAX_BATCH: Final = 1 << 20  # samples of a micro-step, as in a run file
+MAX_SAMPLES: Final = 1 << 60  # of a run: what a round adds stays within 64 bits
 
 
 @dataclass(frozen=True)
 class RunFacts:
     """What every node must agree on; an empty digest is not known yet: the first node defines it.
 
-    ``started`` is true once round 0 has opened: newcomers then load the shared state from another node.
+    ``start`` is what the run would begin with if nobody else came. Once it has begun, with ``committed``
+    rounds by now, newcomers load the shared state from another node.
     """
 
     run_digest: str
     table_digest: str
     dtype: str
     data_digest: str
-    state_digest: str
-    started: bool
+    rounds: int
+    start: Start
+    committed: int | None = None
 
 
 def refusal(request: JoinRequest, facts: RunFacts) -> str | None:
@@ -42,6 +48,12 @@ def refusal(request: JoinRequest, facts: RunFacts) -> str | None:
         return f"a node's name has at most {MAX_NAME} characters, all printable: choose another with --name"
     if not 1 <= request.weight <= MAX_WEIGHT:
         return f"the weight of a node is 1 to {MAX_WEIGHT}, not {request.weight}"
+    if request.ranks > MAX_RANKS:
+        return f"a node has at most {MAX_RANKS} ranks, not {request.ranks}: split it into several nodes"
+    if request.batch > MAX_BATCH:
+        return f"the batch of a node is 1 to {MAX_BATCH} samples, not {request.batch}"
+    if request.samples > MAX_SAMPLES:
+        return f"a run reads at most {MAX_SAMPLES} samples, not {request.samples}"
     pairs = (
         (
             "run file",
@@ -68,19 +80,10 @@ def refusal(request: JoinRequest, facts: RunFacts) -> str | None:
             return f"the {what} of this node is {theirs or 'missing'}, this run's is {ours}: {advice}"
     if not request.data_digest:
         return "a node must state the digest of its data"
-    if facts.started:
-        return None
-    if request.round != 0:
-        return (
-            f"this node holds the state of round {request.round}, but the run has not begun (round 0): "
-            "start the node afresh"
-        )
     if not request.state_digest:
         return "a node must state the digest of the state it starts from"
-    if facts.state_digest and request.state_digest != facts.state_digest:
-        return (
-            f"the initial state of this node is {request.state_digest}, the other nodes' is "
-            f"{facts.state_digest}: the same seed must give the same weights; use the same versions of atoll "
-            "and torch on every node"
-        )
-    return None
+    if request.round > facts.rounds:
+        return f"this node holds the state after {request.round} rounds, the run has {facts.rounds}"
+    if facts.committed is not None:
+        return ahead(request.round, facts.committed)
+    return conflict(request.round, request.state_digest, facts.start)

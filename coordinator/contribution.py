@@ -1,4 +1,4 @@
-"""One member's upload in a round: each frame is checked, then copied once into the slab."""
+"""One upload to a round, of a whole contribution or of a lane: each frame is checked, then copied once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from coordinator.inspection import Inspection
+from coordinator.lane_layout import LaneLayout
 from coordinator.refusal import (
     BAD_DIGEST,
     BAD_FRAME,
@@ -23,8 +24,8 @@ from protos.buckets import BucketTable
 from protos.wire import CHUNK, END, Frame
 
 
-def check_header(header: ContributionHeader, table: BucketTable, weight: int) -> None:
-    """Check what a contribution announces against the bucket table and the member's ``weight``.
+def check_header(header: ContributionHeader, table: BucketTable, lane: LaneLayout, weight: int) -> None:
+    """Check what a contribution announces against the bucket table, its ``lane`` and the member's ``weight``.
 
     Raises:
         Refused: another table, another size, or another weight.
@@ -40,9 +41,11 @@ def check_header(header: ContributionHeader, table: BucketTable, weight: int) ->
             f"{table.digest}: join again with the coordinator's run file",
             "FAILED_PRECONDITION",
         )
-    if header.nbytes != table.nbytes:
-        kind = OVERSIZED if header.nbytes > table.nbytes else TRUNCATED
-        raise Refused(kind, f"a contribution has {table.nbytes} bytes, this one announces {header.nbytes}")
+    nbytes = lane.up.nbytes
+    if header.nbytes != nbytes:
+        kind = OVERSIZED if header.nbytes > nbytes else TRUNCATED
+        what = f"the lane of {len(lane.buckets)} buckets" if lane.part else "a contribution"
+        raise Refused(kind, f"{what} has {nbytes} bytes, this one announces {header.nbytes}")
     if header.weight != weight:
         raise Refused(
             BAD_WEIGHT, f"this node joined with weight {weight}, its contribution claims {header.weight}"
@@ -52,13 +55,21 @@ def check_header(header: ContributionHeader, table: BucketTable, weight: int) ->
 class Contribution:
     """An upload whose header has been accepted.
 
+    Args:
+        row: of the member, for the payload of the whole table.
+        inspection: of that payload.
+        lane: what of it is uploaded here.
+
     Attributes:
-        received: payload bytes so far; they are contiguous from 0.
+        received: bytes of the lane so far; they are contiguous from 0.
+        reach: byte of the row before which nothing of the lane is missing.
         complete: the last frame has come and everything was right.
     """
 
-    def __init__(self, row: Bytes, inspection: Inspection) -> None:
+    def __init__(self, row: Bytes, inspection: Inspection, lane: LaneLayout) -> None:
+        self.lane = lane
         self.received = 0
+        self.reach = lane.up.reach(0, len(row))
         self.complete = False
         self._row = row
         self._inspection = inspection
@@ -86,16 +97,23 @@ class Contribution:
             raise Refused(BAD_FRAME, f"an empty chunk at offset {frame.offset}")
         if frame.offset != self.received:
             raise Refused(OUT_OF_ORDER, f"a chunk at offset {frame.offset}, expected {self.received}")
-        if end > len(self._row):
-            raise Refused(OVERSIZED, f"a chunk ends at byte {end}, the contribution has {len(self._row)}")
-        self._row[frame.offset : end] = np.frombuffer(frame.body, np.uint8)
+        layout = self.lane.up
+        if end > layout.nbytes:
+            raise Refused(OVERSIZED, f"a chunk ends at byte {end}, the contribution has {layout.nbytes}")
+        body = np.frombuffer(frame.body, np.uint8)
+        for start, stop in layout.spread(frame.offset, end):
+            self._row[start:stop] = body[: stop - start]
+            body = body[stop - start :]
         self._hasher.update(frame.body)
-        checked, self.received = self.received, end
-        self._inspection.check(self._row, checked, end)
+        self.received, self.reach = end, layout.reach(end, len(self._row))
+        for start, stop in layout.spread(frame.offset, end):  # a bucket lies within one range
+            self._inspection.check(self._row, start, stop)
 
     def _end(self, frame: Frame) -> None:
-        if self.received != len(self._row):
-            raise Refused(TRUNCATED, f"the contribution ends after {self.received} of {len(self._row)} bytes")
+        if self.received != self.lane.up.nbytes:
+            raise Refused(
+                TRUNCATED, f"the contribution ends after {self.received} of {self.lane.up.nbytes} bytes"
+            )
         announced = parse_end(frame).payload_digest
         digest = self._hasher.hexdigest()
         if announced != digest:

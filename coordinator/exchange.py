@@ -1,4 +1,4 @@
-"""One Exchange stream: a node's contribution to a round goes up, the result comes down, both at once."""
+"""One Exchange stream: a contribution, or a lane of one, goes up, the result comes down, both at once."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Protocol
 
 from coordinator.active_round import ActiveRound
 from coordinator.contribution import Contribution, parse_header
+from coordinator.delivery import Delivery
+from coordinator.lane_layout import LaneLayout
 from coordinator.nodes import Node
 from coordinator.refusal import BAD_FRAME, BROKEN, OVERSIZED, TRUNCATED, Refused
 from coordinator.result import Result
 from protos.atoll_pb2 import ContributionHeader
-from protos.wire import END, HEADER, MAX_MESSAGE_BYTES, RESTART, FrameError, decode_frame, encode_frame
+from protos.wire import END, HEADER, MAX_MESSAGE_BYTES, FrameError, decode_frame
 
 
 class Desk(Protocol):
     """What an exchange asks of the hub."""
 
     def begin(self, exchange: Exchange, header: ContributionHeader) -> None:
-        """Attach the exchange to a result, and to a contribution if wanted; raises :class:`Refused`."""
+        """Name the exchange's lane, attach it to a result, and to a contribution if wanted; raises
+        :class:`Refused`."""
         ...
 
     def refused(self, exchange: Exchange, refusal: Refused) -> None:
@@ -39,7 +42,7 @@ class Exchange:
     """The state of one stream. Every method is called on the event loop.
 
     Attributes:
-        result: what the node receives, once the header has been read.
+        lane, round_index: what it carries and of which round, once the header has been read.
         round: the active round that it contributes to, or ``None``.
         progress_at: when the stream last moved.
         spent: nothing more has to be read from the node: its END has come, or more than will be discarded.
@@ -53,19 +56,37 @@ class Exchange:
 
     def __init__(self, node: Node, desk: Desk, *, discards: int = 4 * MAX_MESSAGE_BYTES) -> None:
         self.node = node
-        self.result: Result | None = None
+        self.lane: LaneLayout | None = None
+        self.round_index = -1
         self.round: ActiveRound | None = None
         self.contribution: Contribution | None = None
         self.progress_at = desk.now()
-        self.served = False  # COMMIT has been handed to the transport
         self.on_close: Callable[[], None] | None = None  # set by the transport: wake a blocked write
         self.spent = False
         self._desk = desk
         self._discards = discards
         self._uploaded = False
-        self._attempt = 0
-        self._cursor = 0
+        self._delivery: Delivery | None = None
         self._error: Refused | None = None
+
+    def attach(self, result: Result, active: ActiveRound | None = None) -> None:
+        """The node is to receive its lane of ``result``; ``active`` is its round if that is in flight."""
+        assert self.lane is not None
+        self.round = active
+        self._delivery = Delivery(result, self.lane, self.node.node)
+
+    def supersedes(self, other: Exchange) -> bool:
+        """Whether this stream takes the place of an older one of its node.
+
+        A stream of everything does in any case. A lane takes the place of the same lane, sent again, and of
+        what is left of earlier rounds.
+        """
+        if self.lane is None or not self.lane.part:
+            return self.lane is not None
+        if other.lane is None:
+            return False
+        same = bool(self.lane.buckets) and other.lane.buckets == self.lane.buckets
+        return other.round_index < self.round_index or (same and other.round_index == self.round_index)
 
     # --------------------------------------------------------------------------------------------- up
 
@@ -141,8 +162,8 @@ class Exchange:
             self._desk.count(BROKEN)
         if self.round is not None and self.contribution is not None and not self.contribution.complete:
             self.round.lost(self.node.node, self.contribution)
-        if self.node.exchange is self:
-            self.node.exchange = None
+        if self in self.node.exchanges:
+            self.node.exchanges.remove(self)
 
     def close(self, refusal: Refused) -> None:
         """End the stream from this side; the node sees ``refusal``."""
@@ -160,6 +181,16 @@ class Exchange:
             self.result.nudge()
 
     # --------------------------------------------------------------------------------------------- down
+
+    @property
+    def result(self) -> Result | None:
+        """What the node receives."""
+        return self._delivery.result if self._delivery is not None else None
+
+    @property
+    def served(self) -> bool:
+        """Whether the COMMIT has been handed to the transport."""
+        return self._delivery is not None and self._delivery.served
 
     @property
     def unfinished(self) -> bool:
@@ -185,28 +216,15 @@ class Exchange:
         while True:
             if self._error is not None:
                 raise self._error
-            result = self.result
-            if result is None:
+            delivery = self._delivery
+            if delivery is None:
                 raise RuntimeError("an exchange has no frames before its header")
-            if result.error is not None:
-                raise result.error
-            frame = self._ready(result)
+            if delivery.result.error is not None:
+                raise delivery.result.error
+            frame = delivery.next()
             if frame is not None:
                 self.progress_at = self._desk.now()
                 return frame
-            if self.served:
+            if delivery.served:
                 return None
-            await result.changed()
-
-    def _ready(self, result: Result) -> bytes | None:
-        if result.attempt != self._attempt:
-            self._attempt = result.attempt
-            self._cursor = 0
-            return encode_frame(RESTART, attempt=result.attempt)
-        if self._cursor < len(result.frames):
-            self._cursor += 1
-            return result.frames[self._cursor - 1]
-        if result.committed and not self.served:
-            self.served = True
-            return result.commit_frame(self.node.node)
-        return None
+            await delivery.result.changed()

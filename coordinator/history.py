@@ -45,6 +45,11 @@ class History:
     def __init__(self) -> None:
         self._points: OrderedDict[int, Point] = OrderedDict()
         self._tokens_before = 0  # of points that have left the tail
+        self._start = (-1, "")  # the last round before the first of this run, and the digest after it
+
+    def begin(self, round_index: int, digest: str) -> None:
+        """The first round to be committed is ``round_index``, on top of the state with this digest."""
+        self._start = (round_index - 1, digest)
 
     def committed(self, round_index: int, members: Sequence[str], agreement: float) -> None:
         """A round is valid; its members will report."""
@@ -95,6 +100,8 @@ class History:
 
     def digest_after(self, round_index: int) -> str:
         """The agreed digest of the shared state after a round; empty if unknown."""
+        if round_index == self._start[0]:
+            return self._start[1]
         point = self._points.get(round_index)
         return (point.judgement.agreed or "") if point else ""
 

@@ -22,12 +22,13 @@ from coordinator.refusal import (
     BAD_SESSION,
     BAD_TRANSFER,
     JOIN,
-    REPLACED,
     SECOND_SESSION,
     Refused,
 )
 from coordinator.run import ENDED, Run
+from coordinator.start import Claim, choose
 from coordinator.status import status_of
+from coordinator.sweeping import sweep
 from coordinator.timer import Alarm, Timer
 from coordinator.transfers import Lane, Transfer, parse_state_header
 from optim.aggregate import TallyFunction
@@ -43,6 +44,7 @@ from protos.buckets import TableSchedule
 from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, FrameError, decode_frame
 
 MAX_NODES: Final = 4096
+STREAMS_A_RANK: Final = 2  # exchanges: the one in use, and one that broke without this side knowing yet
 MAX_CONTROL_BYTES: Final = 64 << 10  # of a node's message on its session
 MAX_DIGEST: Final = 128  # characters in a report
 MAX_TOKENS: Final = 1 << 40  # in a report: sums over a run stay within 64 bits
@@ -74,7 +76,6 @@ class Hub:
         self._timer = timer
         self._sessions: dict[str, Node] = {}  # by secret
         self._data_digest = plan.data_digest
-        self._state_digest = ""
         self._numbers = 0
         self._sweep_due = 0.0
         self._alarm: Alarm | None = None
@@ -103,16 +104,16 @@ class Hub:
     def join(self, request: JoinRequest, address: str) -> JoinReply:
         """Admit a node; ``address`` is where it called from, for people."""
         run = self.run
-        if not run.registry.nodes and run.round == 0:  # nobody is left who could disagree
-            self._data_digest, self._state_digest = self.plan.data_digest, ""
-        started = run.phase != "gathering" or run.round > 0
+        if not run.registry.nodes and not run.begun:  # nobody is left who could disagree
+            self._data_digest = self.plan.data_digest
         facts = RunFacts(
-            self.plan.run_digest,
-            self.tables.digest,
-            self.plan.dtype,
-            self._data_digest,
-            self._state_digest,
-            started,
+            run_digest=self.plan.run_digest,
+            table_digest=self.tables.digest,
+            dtype=self.plan.dtype,
+            data_digest=self._data_digest,
+            rounds=self.plan.rounds,
+            start=choose(node.claim for node in run.registry.nodes.values()),
+            committed=run.round if run.begun else None,
         )
         problem = f"the run has ended: {run.reason}" if run.phase in ENDED else refusal(request, facts)
         if problem is None and len(run.registry.nodes) >= MAX_NODES:
@@ -121,20 +122,18 @@ class Hub:
             self.count(JOIN)
             raise Refused(JOIN, problem, "FAILED_PRECONDITION")
         self._data_digest = self._data_digest or request.data_digest
-        if not started:
-            self._state_digest = self._state_digest or request.state_digest
+        name = f"node-{self._numbers}"
         node = Node(
-            node=f"node-{self._numbers}",
+            node=name,
             name=request.name,
             address=address,
             secret=secrets.token_hex(16),
             weight=request.weight,
-            claimed_round=request.round,
-            claimed_digest=request.state_digest,
-            needs_state=started,
+            claim=Claim(name, request.round, request.state_digest, request.samples),
             seen_at=self._timer.now(),
+            ranks=request.ranks or 1,
+            batch=request.batch,
         )
-        node.needs_state = started and not run.replays(node)
         self._numbers += 1
         run.registry.nodes[node.node] = node
         self._sessions[node.secret] = node
@@ -142,7 +141,7 @@ class Hub:
             node=node.node,
             session=node.secret,
             heartbeat_seconds=self.plan.heartbeat,
-            needs_state=node.needs_state,
+            needs_state=not run.replays(node) if run.begun else request.round < facts.start.round,
         )
 
     def node_of(self, session: str) -> Node:
@@ -212,15 +211,12 @@ class Hub:
     # --------------------------------------------------------------------------------------------- exchanges
 
     def open_exchange(self, node: Node) -> Exchange:
-        """A new Exchange stream of a node; it replaces one that is still open."""
-        old = node.exchange
-        if old is not None and not old.served:
-            self.count(REPLACED)
-            old.broke()
-            old.close(Refused("", f"{node.node} has opened another exchange", "ABORTED"))
+        """A new Exchange stream of a node; its header will tell which older ones it replaces."""
+        while len(node.exchanges) >= STREAMS_A_RANK * node.ranks:
+            self._intake.replace(node.exchanges[0])
         discards = 2 * (self.tables.nbytes + MAX_MESSAGE_BYTES)  # frames around small chunks included
         exchange = Exchange(node, self._intake, discards=discards)
-        node.exchange = exchange
+        node.exchanges.append(exchange)
         return exchange
 
     def count(self, kind: str) -> None:
@@ -293,7 +289,7 @@ class Hub:
             # This process did not run for a while, so it could not hear anybody: silence proves nothing.
             for node in self.run.registry.nodes.values():
                 node.seen_at = self._timer.now()
-        self.run.sweep()
+        sweep(self.run)
         for secret, node in list(self._sessions.items()):
             if node.state == "left" and node not in self.run.registry.left:
                 del self._sessions[secret]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.refusal import DUPLICATE, FELL_BEHIND, LATE, NOT_A_MEMBER, WRONG_ROUND, Refused
+from coordinator.lane_layout import LaneLayout, layout_of
+from coordinator.refusal import (
+    DUPLICATE,
+    FELL_BEHIND,
+    LATE,
+    NOT_A_MEMBER,
+    REPLACED,
+    WRONG_ROUND,
+    Refused,
+)
 from coordinator.run import ENDED, Run
 from protos.atoll_pb2 import ContributionHeader
 
@@ -28,8 +37,13 @@ class Intake:
             Refused: there is nothing that the node could contribute to or receive.
         """
         run, node, active = self._run, exchange.node, self._run.active
+        lane = exchange.lane = layout_of(header, run.tables.of(header.round))
+        exchange.round_index = header.round
+        for other in list(node.exchanges):
+            if other is not exchange and not other.served and exchange.supersedes(other):
+                self.replace(other)
         if header.round < run.round:
-            self._serve(exchange, header)
+            self._serve(exchange, header, lane)
             return
         if run.phase in ENDED:
             raise Refused("", f"the run has ended: {run.reason}", "UNAVAILABLE")
@@ -46,18 +60,24 @@ class Intake:
                 f"{node.node} is not in the roster of round {active.round + 1} (epoch {active.epoch})",
                 "FAILED_PRECONDITION",
             )
-        exchange.round, exchange.result = active, active.result  # before an abstention closes the round
-        if active.verdict is not None and not header.abstain:
+        exchange.attach(active.result, active)  # before an abstention closes the round
+        if active.verdict is not None and not (header.abstain or lane.idle):
             run.count(LATE)
             return
         try:
-            exchange.contribution = active.accept(node.node, header)
+            exchange.contribution = active.accept(node.node, header, lane)
         except Refused as refusal:
             if refusal.kind != DUPLICATE:
                 raise
             run.count(DUPLICATE)
 
-    def _serve(self, exchange: Exchange, header: ContributionHeader) -> None:
+    def replace(self, exchange: Exchange) -> None:
+        """Another stream of its node takes the place of this one."""
+        self._run.count(REPLACED)
+        exchange.broke()
+        exchange.close(Refused("", f"{exchange.node.node} has opened another exchange", "ABORTED"))
+
+    def _serve(self, exchange: Exchange, header: ContributionHeader, lane: LaneLayout) -> None:
         """Attach an exchange to the stored result of a round that has been committed."""
         run, node = self._run, exchange.node
         if header.round < node.first_round or node.node not in run.registry.roster:
@@ -77,10 +97,11 @@ class Intake:
             run.departed(node, reason)
             text = f"the session of {node.node} has ended: {reason}; join again to load the present state"
             raise Refused(FELL_BEHIND, text, "UNAUTHENTICATED")
-        if not header.abstain:
+        if not (header.abstain or lane.idle):
             run.count(DUPLICATE if node.node in result.voters else LATE)
-        exchange.result = result
-        run.served(node, header.round)
+        exchange.attach(result)
+        if node.give(header.round, [lane]):
+            run.served(node, header.round)
 
     def refused(self, exchange: Exchange, refusal: Refused) -> None:
         """An exchange was refused: the round in flight does not wait for its node."""

@@ -31,14 +31,14 @@ class LeaseError(ValueError):
 
 
 class LeaseBook:
-    """All leases of a run.
+    """All leases of a run, or of its continuation from the sample ``start`` on.
 
-    Every index below :attr:`frontier` is in exactly one of: trained, held by a member of an open round, or
-    returned.
+    Every index from there to below :attr:`frontier` is in exactly one of: trained, held by a member of an
+    open round, or returned.
     """
 
-    def __init__(self) -> None:
-        self.frontier = 0  # first index that was never leased
+    def __init__(self, start: int = 0) -> None:
+        self.frontier = start  # first index that was never leased
         self.trained = 0  # samples counted in commits so far
         self._returned: list[Lease] = []  # sorted, neighbours merged
         self._held: dict[str, tuple[int, Lease]] = {}  # node -> (round, lease)

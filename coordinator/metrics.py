@@ -112,6 +112,7 @@ class _HubCollector(Collector):
         agreement = GaugeMetricFamily(
             "atoll_node_agreement", "Agreement of a node's last vote.", labels=labels
         )
+        ranks = GaugeMetricFamily("atoll_node_ranks", "Processes of a node.", labels=labels)
         for node in list(self._hub.run.registry.nodes.values()):
             values = [node.node, node.name]
             received.add_metric(values, node.bytes_in)
@@ -119,7 +120,8 @@ class _HubCollector(Collector):
             missed.add_metric(values, node.missed)
             abstained.add_metric(values, node.abstained)
             agreement.add_metric(values, node.agreement)
-        yield from (received, sent, missed, abstained, agreement)
+            ranks.add_metric(values, node.ranks)
+        yield from (received, sent, missed, abstained, agreement, ranks)
 
 
 class Metrics:

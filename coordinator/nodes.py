@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from coordinator.lane_layout import LaneLayout
+from coordinator.start import Claim
 from protos.atoll_pb2 import CoordinatorMessage, Report
 
 if TYPE_CHECKING:
@@ -64,11 +66,14 @@ class Node:
 
     Attributes:
         node: identity within the run.
-        claimed_round, claimed_digest: the shared state that it held when it joined.
+        claim: the shared state that it held when it joined.
         position: first round whose result it has not been given.
         opened: last round whose RoundOpen it was sent.
         first_round: first round that it was a member of.
         seen_at: when it last said something, on the coordinator's clock.
+        ranks: its processes; each may have a stream of its own in a round.
+        batch: samples that it takes for a micro-step; 0 = as many as the run file says.
+        exchanges: its open streams, the oldest first.
     """
 
     node: str
@@ -76,16 +81,18 @@ class Node:
     address: str
     secret: str
     weight: int
-    claimed_round: int
-    claimed_digest: str
-    needs_state: bool
+    claim: Claim
     seen_at: float
+    ranks: int = 1
+    batch: int = 0
     state: NodeState = "joining"
     position: int = 0
     opened: int = -1
     first_round: int = 0
     outbox: Outbox | None = None  # while its session is open
-    exchange: Exchange | None = None
+    exchanges: list[Exchange] = field(default_factory=list)
+    given_round: int = -1
+    given: set[int] = field(default_factory=set)  # buckets of that round's result which its lanes receive
     stopping: str = ""  # why it was told to leave
     left_cleanly: bool = False
     deviated: bool = False  # its state is not the common one
@@ -109,6 +116,17 @@ class Node:
     def send(self, message: CoordinatorMessage) -> bool:
         """Queue an order; ``False`` if the node does not read its orders."""
         return self.outbox is not None and self.outbox.put(message)
+
+    def give(self, round_index: int, lanes: Iterable[LaneLayout]) -> bool:
+        """Streams of these lanes receive the result of a round; whether all of it is under way by now."""
+        if self.given_round != round_index:
+            self.given_round, self.given = round_index, set()
+        whole = False
+        for lane in lanes:
+            if lane.part:
+                self.given.update(lane.buckets)
+            whole = whole or not lane.part or len(self.given) == lane.total
+        return whole
 
     def take(self, report: Report) -> None:
         """Keep the node's last report."""

@@ -22,9 +22,9 @@ class RunPlan:
         run_digest: of the run file; nodes must hold the same.
         method: name of the method.
         rounds: how many to train.
-        nodes: how many to wait for before round 0.
+        nodes: how many to wait for before the first round.
         evaluate_every: rounds between two validation losses; 0 = only after the last.
-        batch: sequences that each node reads in a micro-step.
+        batch: sequences that a node reads in a micro-step, unless it has joined with another number.
         policy: when a round closes.
         heartbeat: seconds between two heartbeats; three missed ones are a departure.
         stall: seconds after which a stream that makes no progress is closed.
@@ -50,14 +50,15 @@ class RunPlan:
     dtype: str = "float32"
     data_digest: str = ""
 
-    def samples(self, round_index: int) -> int:
-        """Sequences that each node reads in a round."""
+    def samples(self, round_index: int, batch: int = 0) -> int:
+        """Sequences that a node reads in a round, with a ``batch`` of its own if that is not 0."""
         steps = micro_steps(self.method, self.local_steps, round_index, self.fragments, self.basis)
-        return self.batch * steps
+        return (batch or self.batch) * steps
 
     @classmethod
-    def of(cls, run_file: RunFile, *, dtype: str = "float32") -> RunPlan:
-        """Take it from a run file; ``dtype`` is that of the shared parameters."""
+    def of(cls, run_file: RunFile, *, nodes: int | None = None, dtype: str = "float32") -> RunPlan:
+        """Take it from a run file; ``dtype`` is that of the shared parameters, ``nodes`` how many to wait for
+        if not as many as the run file says."""
         method = run_file.method
         return cls(
             name=run_file.run.name,
@@ -65,7 +66,7 @@ class RunPlan:
             run_digest=run_file.digest,
             method=method.name,
             rounds=run_file.run.rounds,
-            nodes=run_file.run.nodes,
+            nodes=run_file.run.nodes if nodes is None else nodes,
             evaluate_every=run_file.run.evaluate_every,
             batch=run_file.data.batch,
             policy=Policy(run_file.round.deadline, run_file.round.start_timeout, run_file.round.quorum),

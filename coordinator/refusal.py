@@ -27,6 +27,7 @@ WRONG_TABLE: Final = "wrong-table"
 WRONG_ROUND: Final = "wrong-round"
 NOT_FINITE: Final = "not-finite"
 BAD_CODE: Final = "bad-code"
+BAD_LANE: Final = "bad-lane"
 NOT_A_MEMBER: Final = "not-a-member"
 # Ignored: the sender gets the stored result instead.
 DUPLICATE: Final = "duplicate"

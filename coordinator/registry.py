@@ -79,8 +79,12 @@ class Registry:
             node = self.nodes.get(member.node)
             if node is None:
                 continue
-            exchange = node.exchange
-            if exchange is not None and exchange.result is result and exchange.refusal is None:
+            lanes = [
+                exchange.lane
+                for exchange in node.exchanges
+                if exchange.result is result and exchange.refusal is None and exchange.lane is not None
+            ]
+            if lanes and node.give(active.round, lanes):
                 node.position = active.round + 1  # the commit is on its way
             if member.node in verdict.voters:
                 node.agreement = agreement[member.node]

@@ -95,12 +95,14 @@ class Result:
         self.error = error
         self._wake()
 
-    def commit_frame(self, node: str) -> bytes:
-        """The COMMIT frame for one receiver."""
+    def commit_frame(self, node: str, *, nbytes: int | None = None, digest: str = "") -> bytes:
+        """The COMMIT frame for one receiver; ``nbytes`` and ``digest`` of what it was sent, if not of all."""
         if self._facts is None:
             raise RuntimeError(f"round {self.round} is not committed")
         facts = Commit()
         facts.CopyFrom(self._facts)
+        if nbytes is not None:
+            facts.nbytes, facts.payload_digest = nbytes, digest
         facts.counted = node in facts.voters
         facts.agreement = self._agreement.get(node, float("nan"))
         return encode_frame(COMMIT, facts.SerializeToString(), attempt=self.attempt)

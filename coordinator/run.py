@@ -8,28 +8,32 @@ modules.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-from coordinator.active_round import ActiveRound, Member, Pool, Reducing
+from coordinator.active_round import ActiveRound, Pool, Reducing
 from coordinator.digests import Judgement
-from coordinator.exchange import Exchange
 from coordinator.history import History
 from coordinator.leases import LeaseBook
+from coordinator.member import Member
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
 from coordinator.reducer import Slab
-from coordinator.refusal import DIGEST_MISMATCH, STALLED, Refused
+from coordinator.refusal import DIGEST_MISMATCH, Refused
 from coordinator.registry import Registry
 from coordinator.result import ResultRing
 from coordinator.rounds import State, Verdict, evaluates, evaluator, worth_waiting
+from coordinator.start import Start, ahead, choose
 from coordinator.syncing import Syncing
 from coordinator.timer import Alarm, Timer
 from optim.aggregate import ReducerMemory, TallyFunction
 from protos.atoll_pb2 import CoordinatorMessage, Report, RoundOpen, Stop
 from protos.buckets import TableSchedule
+
+log = logging.getLogger(__name__)
 
 Phase = Literal["gathering", "syncing", "training", "done", "failed"]
 
@@ -43,6 +47,7 @@ class Run:
     Attributes:
         phase, reason: what it is doing and why, in words.
         round: next to commit.
+        begun: whether it is settled from which state the run goes on; until then, whoever joins may say.
         registry: nodes and roster.
         tables: what travels, round by round.
         counters: refused and ignored messages by kind.
@@ -58,6 +63,7 @@ class Run:
         self.phase: Phase = "gathering"
         self.reason = f"0 of {plan.nodes} nodes"
         self.round = 0
+        self.begun = False
         self.registry = Registry()
         self.leases = LeaseBook()
         self.results = ResultRing()
@@ -78,6 +84,7 @@ class Run:
         }
         self._alarm: Alarm | None = None  # of the gathering
         self._evaluator: str | None = None  # of the round in flight, or of the last one
+        self._frontier = 0  # no sample from there on is leased in the round in flight
 
     def count(self, kind: str) -> None:
         """Count a refused or ignored message."""
@@ -90,6 +97,8 @@ class Run:
         """A node has opened its session."""
         if self.phase in ENDED:
             self.dismiss(node, self.reason)
+        elif self.begun and (problem := ahead(node.claim.round, self.round)) is not None:
+            self.dismiss(node, problem)
         elif self.phase == "gathering":
             self._gather()
 
@@ -103,8 +112,8 @@ class Run:
         if node.outbox is not None:
             node.outbox.close()
             node.outbox = None
-        if node.exchange is not None:
-            node.exchange.close(Refused("", f"the session of {node.node} has ended: {reason}", "ABORTED"))
+        for exchange in node.exchanges:
+            exchange.close(Refused("", f"the session of {node.node} has ended: {reason}", "ABORTED"))
         self._withdraw(node, reason)
         if self.phase == "gathering":
             self._gather()
@@ -140,24 +149,37 @@ class Run:
 
     def _gather(self) -> None:
         """Begin if enough nodes are here."""
-        if self.round > 0:
+        if self.begun:
             self._regroup()
             return
         ready = self.registry.in_session()
         self.reason = f"{len(ready)} of {self.plan.nodes} nodes"
         if len(ready) >= self.plan.nodes:
             self._cancel_alarm()
-            self.registry.renew([(node, 0) for node in ready])
-            self.started_at = self.now()
-            self._open_round()
+            self._begin(choose(node.claim for node in ready))
         elif not ready:
             self._cancel_alarm()
         else:
             self._set_alarm(self.plan.policy.start_timeout)
 
+    def _begin(self, start: Start) -> None:
+        """Settle the state that everybody goes on with; who holds another one loads it."""
+        log.info("%s", start.reason)
+        self.begun, self.round, self.started_at = True, start.round, self.now()
+        self.leases = LeaseBook(start.samples)
+        self.history.begin(start.round, start.digest)
+        holders = [node for node in self.registry.in_session() if node.node in start.holders]
+        self.registry.renew([(node, start.round) for node in holders])
+        self._between_rounds()
+
     def _regroup(self) -> None:
-        """Nobody is left who holds the shared state: wait for a node that was cut off to come back."""
+        """Nobody is left who holds the shared state: wait for a node that was cut off to come back; before
+        the first commit anybody will do."""
         self.phase = "gathering"
+        if self.history.newest < 0:
+            self.begun, self.round, self.started_at = False, 0, None
+            self._gather()
+            return
         self.reason = f"every node left before round {self.round + 1}: nobody holds the shared state any more"
         if all(node.left_cleanly for node in self.registry.left):
             self._end("failed", self.reason)
@@ -169,7 +191,7 @@ class Run:
 
     def _gave_up(self) -> None:
         self._alarm = None
-        if self.round == 0:
+        if not self.begun:
             self.reason = (
                 f"only {self.reason} came within {self.plan.policy.start_timeout:g} s of the first: "
                 "start the others earlier, raise [round] start_timeout or lower [run] nodes"
@@ -191,13 +213,15 @@ class Run:
         self.phase = "training"
         self.reason = f"round {self.round + 1} of {self.plan.rounds}"
         plan, roster, table = self.plan, self.registry.roster, self.tables.of(self.round)
-        members = []
+        members, frontier = [], self.leases.frontier
         for node_id, row in zip(roster.members, self._slab.rows(len(roster)), strict=True):
             node = self.registry.nodes[node_id]
             if node.position < self.round:
                 node.state = "lagging"
             state = State.LAGGING if node.state == "lagging" else State.EXPECTED
             members.append(Member(node_id, node.weight, row[: table.nbytes], state))
+            frontier += plan.samples(self.round, node.batch)
+        self._frontier = frontier
         self._evaluator = None
         if evaluates(self.round, plan.rounds, plan.evaluate_every):
             candidates = [member.node for member in members if member.state is State.EXPECTED]
@@ -223,11 +247,11 @@ class Run:
         if node is None or not node.in_session or node.opened >= node.position or node.node not in roster:
             return
         position = node.position
-        order = RoundOpen(round=position, epoch=roster.epoch, members=roster.members)
+        order = RoundOpen(round=position, epoch=roster.epoch, members=roster.members, frontier=self._frontier)
         if position < self.round:
             order.result_ready = True
         elif position == self.round and active is not None and node.node in active.members:
-            lease = self.leases.take(node.node, position, self.plan.samples(position))
+            lease = self.leases.take(node.node, position, self.plan.samples(position, node.batch))
             order.lease_start, order.lease_count = lease.start, lease.count
             active.members[node.node].samples = lease.count
             order.evaluate = node.node == self._evaluator
@@ -264,7 +288,7 @@ class Run:
     def _between_rounds(self) -> None:
         """Make the next roster, then open the next round or do what has to be done before."""
         joiners = self.registry.joiners()
-        self.registry.renew([(node, node.claimed_round) for node in joiners if self.replays(node)])
+        self.registry.renew([(node, node.claim.round) for node in joiners if self.replays(node)])
         joiners = self.registry.joiners()
         if self.round >= self.plan.rounds:
             self._end("done", f"all {self.plan.rounds} rounds are committed")
@@ -282,21 +306,14 @@ class Run:
             return
         self.leases.settle(active.round, ())
         self.registry.dissolve()
-        if self.round > 0:
-            self._regroup()
-            return
-        self.phase = "gathering"
-        self.started_at = None
-        for node in [node for node in self.registry.joiners() if node.needs_state]:
-            self.dismiss(node, "every node left before the first commit: join again, the run starts afresh")
-        self._gather()
+        self._regroup()
 
     # --------------------------------------------------------------------------------------------- newcomers
 
     def replays(self, node: Node) -> bool:
         """Whether a joiner was in the run before and needs only results that are still kept."""
-        claimed = node.claimed_round
-        if not 0 < claimed <= self.round or node.claimed_digest != self.history.digest_after(claimed - 1):
+        claimed, digest = node.claim.round, node.claim.digest
+        if not 0 < claimed <= self.round or digest != self.history.digest_after(claimed - 1):
             return False
         return all(self.results.get(index) is not None for index in range(claimed, self.round))
 
@@ -308,6 +325,7 @@ class Run:
             self.round,
             [node.node for node in joiners],
             self.registry.donors(self.round),
+            frontier=self.leases.frontier,
             timer=self._timer,
             timeout=self.plan.policy.start_timeout,
             stall=self.plan.stall,
@@ -377,29 +395,3 @@ class Run:
         if any(node.node == self._evaluator for node in holders):
             return None
         return holders[0] if holders else None
-
-    def sweep(self) -> None:
-        """Drop what makes no progress. To be called every heartbeat."""
-        now, stall = self.now(), self.plan.stall
-        for node in list(self.registry.nodes.values()):
-            silent = now - node.seen_at
-            if node.stopping:
-                if silent >= stall:
-                    self.departed(node, node.stopping)
-            elif silent >= 3 * self.plan.heartbeat and node.outbox is not None:
-                self.departed(node, f"no heartbeat for {silent:.0f} s")
-            elif silent >= stall and node.outbox is None:
-                self.departed(node, "it joined but never opened its session")
-            if node.exchange is not None and _stalled(node.exchange, now - stall):
-                self.count(STALLED)
-                text = f"{node.node} has not read its result for {stall:g} s"
-                node.exchange.close(Refused("", text, "DEADLINE_EXCEEDED"))
-        if self.syncing is not None:
-            stuck = self.syncing.sweep()
-            for _ in range(stuck):
-                self.count(STALLED)
-
-
-def _stalled(exchange: Exchange, since: float) -> bool:
-    done = exchange.result is not None and exchange.result.committed
-    return done and exchange.refusal is None and exchange.progress_at <= since

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from coordinator.exchange import Exchange
 from coordinator.hub import Hub
 from coordinator.nodes import Node
 from coordinator.refusal import BAD_MESSAGE, BAD_TOKEN, BAD_TRANSFER, Refused
@@ -155,7 +156,7 @@ class _Calls:
         self._hub = hub
         self._token = token.encode()
         self._drain = drain
-        self._draining: dict[str, asyncio.Event] = {}  # by node; set to end it
+        self._draining: dict[Exchange, asyncio.Event] = {}  # set to end it
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
         """Generic handlers without (de)serializers: messages are bytes."""
@@ -267,8 +268,6 @@ class _Calls:
         stream = _Stream(context, self._hub, node)
         exchange.on_close = stream.interrupt
         spent = asyncio.Event()  # nothing more has to be read
-        if (older := self._draining.pop(node.node, None)) is not None:
-            older.set()
 
         async def upload() -> None:
             while not exchange.spent and (message := await stream.read()) is not None:
@@ -288,6 +287,9 @@ class _Calls:
                 exchange.ended()
             else:
                 exchange.feed(first)
+                for older, over in self._draining.items():
+                    if older.node is node and exchange.supersedes(older):
+                        over.set()
                 uploading = asyncio.create_task(upload(), name=f"upload of {node.node}")
             try:
                 while (frame := await exchange.next_frame()) is not None:
@@ -296,7 +298,7 @@ class _Calls:
                 refusal = error
             if uploading is not None:
                 exchange.broke()
-                await self._drained(node, spent)
+                await self._drained(exchange, spent)
             if refusal is not None:
                 raise refusal
         except _Interrupted:
@@ -306,7 +308,7 @@ class _Calls:
             if uploading is not None:
                 await _cancelled(uploading)
 
-    async def _drained(self, node: Node, spent: asyncio.Event) -> None:
+    async def _drained(self, exchange: Exchange, spent: asyncio.Event) -> None:
         """Wait, for a bounded time, until the node has sent what it was sending.
 
         A client that is still writing when its call ends sees an internal error instead of the status, and
@@ -314,14 +316,14 @@ class _Calls:
         """
         if spent.is_set():
             return
-        self._draining[node.node] = spent
+        self._draining[exchange] = spent
         try:
             await asyncio.wait_for(spent.wait(), self._drain)
         except asyncio.TimeoutError:
-            log.info("%s did not end its upload within %g s of the answer", node.node, self._drain)
+            name = exchange.node.node
+            log.info("%s did not end its upload within %g s of the answer", name, self._drain)
         finally:
-            if self._draining.get(node.node) is spent:
-                del self._draining[node.node]
+            del self._draining[exchange]
 
     async def _put_state(self, requests: Any, context: Context) -> bytes:
         node = self._node(context)

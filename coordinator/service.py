@@ -61,6 +61,7 @@ def run_coordinator(
     on_started: Callable[[Started], None] | None = None,
     stop_event: threading.Event | None = None,
     stay: bool = False,
+    nodes: int | None = None,
     dtype: str = "float32",
 ) -> Outcome:
     """Coordinate a run until it has ended and every node has left; blocks.
@@ -77,13 +78,15 @@ def run_coordinator(
         on_started: called once it listens, with the real ports.
         stop_event: set it, from any thread, to stop.
         stay: keep answering after the run.
+        nodes: how many to wait for before the first round; ``None``: as the run file says. A run that goes on
+            with fewer nodes than it had still is the same run.
         dtype: of the shared parameters.
 
     Raises:
         ListenError, MetricsError: an address cannot be used.
     """
     keep_freed_memory()
-    plan = RunPlan.of(run_file, dtype=dtype)
+    plan = RunPlan.of(run_file, nodes=nodes, dtype=dtype)
     where = listen or run_file.coordinator.address
     main = _coordinate(plan, tables, token, where, metrics_listen, on_started, stop_event, stay)
     try:

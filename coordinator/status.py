@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.nodes import Node
 from protos.atoll_pb2 import NodeStatus, StatusReply
-from protos.buckets import TableSchedule
+from protos.buckets import SCALE, TableSchedule
 
 if TYPE_CHECKING:
     from coordinator.run import Run
@@ -38,6 +38,7 @@ def node_status(node: Node) -> NodeStatus:
         abstained=node.abstained,
         compute_share=min(1.0, node.compute_seconds / busy) if busy > 0 else math.nan,
         address=node.address,
+        ranks=node.ranks,
     )
 
 
@@ -47,7 +48,7 @@ def parameters_of(tables: TableSchedule) -> int:
     sizes: dict[str, int] = {}
     for table in tables.tables:
         for bucket in table.buckets:
-            if bucket.name != "[scales]":
+            if not bucket.name.endswith(SCALE):
                 for member in bucket.members:
                     sizes[member.name] = max(sizes.get(member.name, 0), member.elements)
     return sum(size for name, size in sizes.items() if not name.startswith("optimizer/"))

@@ -25,6 +25,7 @@ class Syncing:
         round_index: whose state it is: the next round to open.
         joiners: who loads it.
         donors: who holds it.
+        frontier: first sample behind all leases of the run, which the joiners are told.
         timer: the clock.
         timeout: seconds in which a transfer has to move by ``MIN_PROGRESS``.
         stall: seconds after which a donor or joiner that does nothing is given up.
@@ -42,6 +43,7 @@ class Syncing:
         joiners: Sequence[str],
         donors: Sequence[str],
         *,
+        frontier: int,
         timer: Timer,
         timeout: float,
         stall: float,
@@ -52,6 +54,7 @@ class Syncing:
         self.round = round_index
         self.transfer: Transfer | None = None
         self._donors = list(donors)
+        self._frontier = frontier
         self._waiting = list(joiners)
         self._ready: list[str] = []
         self._failed: dict[str, str] = {}
@@ -172,9 +175,8 @@ class Syncing:
         if transfer is not self.transfer or transfer.phase != "offered" or self._ended:
             return
         for node in list(self._waiting):
-            self._send(
-                node, CoordinatorMessage(load_state=LoadState(transfer=transfer.id, round=transfer.round))
-            )
+            load = LoadState(transfer=transfer.id, round=transfer.round, frontier=self._frontier)
+            self._send(node, CoordinatorMessage(load_state=load))
         self._send(
             transfer.donor, CoordinatorMessage(donate=Donate(transfer=transfer.id, round=transfer.round))
         )

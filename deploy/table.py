@@ -133,15 +133,16 @@ def run_table(reply: pb.StatusReply) -> Table:
 
 
 def roster_table(nodes: Iterable[pb.NodeStatus]) -> RenderableType:
-    """One row a node, the agreement only where somebody has one; two tables on a narrow terminal."""
+    """One row a node, two tables on a narrow terminal; agreement and ranks only where they tell something."""
     nodes = list(nodes)
+    who = ["node", "name", *(["ranks"] if any(node.ranks > 1 for node in nodes) else []), "state"]
     work = ["round", "loss", "agreement", "compute"]
     if not any(math.isfinite(node.agreement) for node in nodes):
         work.remove("agreement")
     traffic = ["up", "down", "missed", "abstained"]
-    whole = _nodes_table(nodes, ["node", "name", "state", "address", *work, *traffic], title="nodes")
+    whole = _nodes_table(nodes, [*who, "address", *work, *traffic], title="nodes")
     narrow = Group(
-        _nodes_table(nodes, ["node", "name", "state", *work], title="nodes"),
+        _nodes_table(nodes, [*who, *work], title="nodes"),
         _nodes_table(nodes, ["node", "address", *traffic]),
     )
     return Fitting(whole, narrow)
@@ -164,6 +165,7 @@ def _node_cells(node: pb.NodeStatus) -> dict[str, RenderableType]:
     return {
         "node": Text(node.node),
         "name": Text(node.name),
+        "ranks": str(max(1, node.ranks)),
         "state": Text(node.state, style=_STATE_STYLES.get(node.state, "yellow")),
         "address": Text(peer(node.address)),
         "round": str(trained(node) or MISSING),

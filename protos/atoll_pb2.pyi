@@ -105,6 +105,7 @@ class JoinRequest(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     """host name or the user's choice, for people"""
@@ -121,9 +122,11 @@ class JoinRequest(_message.Message):
     weight: _builtins.int
     """of its vote, 1 to 65535"""
     ranks: _builtins.int
-    """processes of the node, for people; 0 counts as 1"""
+    """processes of the node, each with a lane of its own at most; 0 counts as 1"""
     batch: _builtins.int
     """samples it takes for a micro-step; 0: as the run file says"""
+    samples: _builtins.int
+    """first global sample index behind all that the run had leased, as far as it knows"""
     def __init__(
         self,
         *,
@@ -138,10 +141,11 @@ class JoinRequest(_message.Message):
         weight: _builtins.int = ...,
         ranks: _builtins.int = ...,
         batch: _builtins.int = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -378,6 +382,7 @@ class RoundOpen(_message.Message):
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     EVALUATE_FIELD_NUMBER: _builtins.int
     RESULT_READY_FIELD_NUMBER: _builtins.int
+    FRONTIER_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     epoch: _builtins.int
     """of the roster"""
@@ -388,6 +393,8 @@ class RoundOpen(_message.Message):
     """this node measures the validation loss after applying the round"""
     result_ready: _builtins.bool
     """already committed: fetch and apply, do not compute"""
+    frontier: _builtins.int
+    """first global sample index behind all leases of the run, this round's included"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node identities in slot order"""
@@ -402,10 +409,11 @@ class RoundOpen(_message.Message):
         lease_count: _builtins.int = ...,
         evaluate: _builtins.bool = ...,
         result_ready: _builtins.bool = ...,
+        frontier: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evaluate", b"evaluate", "lease_count", b"lease_count", "lease_start", b"lease_start", "members", b"members", "result_ready", b"result_ready", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evaluate", b"evaluate", "frontier", b"frontier", "lease_count", b"lease_count", "lease_start", b"lease_start", "members", b"members", "result_ready", b"result_ready", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -443,17 +451,21 @@ class LoadState(_message.Message):
 
     TRANSFER_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
+    FRONTIER_FIELD_NUMBER: _builtins.int
     transfer: _builtins.str
     round: _builtins.int
+    frontier: _builtins.int
+    """first global sample index behind all leases of the run"""
     def __init__(
         self,
         *,
         transfer: _builtins.str = ...,
         round: _builtins.int = ...,
+        frontier: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontier", b"frontier", "round", b"round", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -492,6 +504,10 @@ class ContributionHeader(_message.Message):
     """----------------------------------------------------------------------------------------------- bodies of frames
 
     Exchange, node to coordinator, first frame.
+
+    A node sends its contribution on one stream, or each of its ranks sends a lane: the bytes of its buckets, end to
+    end in the order of the table, with offsets, sizes and digests of their own. Nothing counts before the lanes hold
+    every bucket of the table, each in one of them, and all have ended; if one abstains, the node abstains.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -509,7 +525,7 @@ class ContributionHeader(_message.Message):
     epoch: _builtins.int
     table_digest: _builtins.str
     nbytes: _builtins.int
-    """payload that follows: the table's size, or 0 when abstaining"""
+    """payload that follows: size of the table or of the lane, or 0 when abstaining"""
     weight: _builtins.int
     abstain: _builtins.bool
     reason: _builtins.str
@@ -565,7 +581,9 @@ Global___ContributionEnd: _TypeAlias = ContributionEnd  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):
-    """Exchange, coordinator to node, last frame: which votes decided. Nothing is applied before it has come."""
+    """Exchange, coordinator to node, last frame: which votes decided. Nothing is applied before it has come. A lane is
+    sent its buckets of the result alone, and their size and digest; a lane of no buckets gets only the commit.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

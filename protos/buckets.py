@@ -1,8 +1,9 @@
 """What travels in a round: the bucket table, which is the layout of every contribution and of every result.
 
 A *bucket* is the unit of exchange: one matrix, or a pack of small tensors. The payload of a round is the
-concatenation of all buckets; each starts at a multiple of 64 bytes, so a slice never cuts a cache line. A
-result may be laid out otherwise than the contributions: coarser codecs, and buckets that only results have.
+concatenation of all buckets; each starts at a multiple of 64 bytes, so a slice never cuts a cache line, but
+for single numbers, which are packed at the end. A result may be laid out otherwise than the contributions:
+coarser codecs, and buckets that only results have.
 Node and coordinator build the table independently from the run file and compare digests at join.
 """
 
@@ -13,13 +14,14 @@ import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from protos.codecs import LINE_BYTES, LINE_ELEMENTS, CodecError, CodecSpec, matrix_shape, round_up
 
 __all__ = [
     "LINE_BYTES",
     "LINE_ELEMENTS",
+    "SCALE",
     "Bucket",
     "BucketTable",
     "BucketTableError",
@@ -28,6 +30,8 @@ __all__ = [
     "Reduce",
     "TableSchedule",
 ]
+
+SCALE: Final = "/scale"  # behind the name of a majority: the mean magnitudes of what is voted on
 
 Reduce = Literal["majority", "mean", "basis"]
 
@@ -63,6 +67,8 @@ class Bucket:
             vector. Padding is 0.
         result: codec of the mean; where it is lossy, the reducer carries what it lost into the next result.
         source: of a basis: the name of a mean bucket of one matrix, earlier in the table.
+        padded: whether it fills whole lines of 64 bytes; False only for a mean of fp32 with nothing padded
+            behind it in the table.
     """
 
     name: str
@@ -71,6 +77,7 @@ class Bucket:
     codec: str = "fp32"
     result: str = "fp32"
     source: str = ""
+    padded: bool = True
 
     @cached_property
     def elements(self) -> int:
@@ -84,21 +91,24 @@ class Bucket:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes in a contribution, a multiple of 64; 0 for a basis."""
+        """Bytes in a contribution; 0 for a basis."""
         if self.reduce == "majority":
             return round_up(self.elements, LINE_ELEMENTS) // 8
         if self.reduce == "basis":
             return 0
-        return round_up(CodecSpec.parse(self.codec).nbytes(self.shape), LINE_BYTES)
+        return self._lines(CodecSpec.parse(self.codec).nbytes(self.shape))
 
     @cached_property
     def result_nbytes(self) -> int:
-        """Bytes in a result, a multiple of 64."""
+        """Bytes in a result."""
         if self.reduce == "majority":
             return self.nbytes
         if self.reduce == "basis":
-            return round_up(4 * self.elements, LINE_BYTES)
-        return round_up(CodecSpec.parse(self.result).nbytes(self.shape), LINE_BYTES)
+            return self._lines(4 * self.elements)
+        return self._lines(CodecSpec.parse(self.result).nbytes(self.shape))
+
+    def _lines(self, nbytes: int) -> int:
+        return round_up(nbytes, LINE_BYTES) if self.padded else nbytes
 
     @classmethod
     def of(
@@ -110,6 +120,7 @@ class Bucket:
         codec: str = "fp32",
         result: str | None = None,
         source: str = "",
+        padded: bool = True,
     ) -> Bucket:
         """Lay ``tensors`` (name, shape) out back to back, in the given order; ``result`` is ``codec`` unless
         given."""
@@ -118,7 +129,8 @@ class Bucket:
             member = Member(tensor, tuple(shape), start)
             members.append(member)
             start += member.elements
-        return cls(name, reduce, tuple(members), codec, codec if result is None else result, source)
+        coarse = codec if result is None else result
+        return cls(name, reduce, tuple(members), codec, coarse, source, padded)
 
 
 class BucketTableError(ValueError):
@@ -232,6 +244,7 @@ class BucketTable:
                 bucket.codec,
                 bucket.result,
                 bucket.source,
+                bucket.padded,
             ]
             for bucket in self.buckets
         ]
@@ -315,9 +328,10 @@ def _offsets(sizes: list[int]) -> tuple[int, ...]:
 
 
 def _bucket(row: Any) -> Bucket:
-    name, reduce, tensors, codec, result, source = row
+    name, reduce, tensors, codec, result, source, padded = row
     members = [(str(tensor), tuple(int(size) for size in shape)) for tensor, shape in tensors]
-    return Bucket.of(str(name), reduce, members, codec=str(codec), result=str(result), source=str(source))
+    names = {"codec": str(codec), "result": str(result), "source": str(source)}
+    return Bucket.of(str(name), reduce, members, **names, padded=bool(padded))
 
 
 def _check(bucket: Bucket, earlier: dict[str, Bucket]) -> None:
@@ -339,6 +353,11 @@ def _check(bucket: Bucket, earlier: dict[str, Bucket]) -> None:
         CodecSpec.parse(bucket.result)
     except CodecError as error:
         raise BucketTableError(f"{where}: {error}") from error
+    last = next(reversed(earlier.values()), None)
+    if bucket.padded and last is not None and not last.padded:
+        raise BucketTableError(f"{where} does not start at a line: it comes behind {last.name!r}, not padded")
+    if not bucket.padded and (bucket.reduce, bucket.codec, bucket.result) != ("mean", "fp32", "fp32"):
+        raise BucketTableError(f"{where}: only a mean of fp32 goes without padding")
     if bucket.reduce != "basis":
         if bucket.source:
             raise BucketTableError(f"{where}: only a basis has a source")

@@ -6,7 +6,6 @@ sha256 stands against an adversary; xxh3_128 guards against divergence and mix-u
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import os
 import struct
@@ -58,86 +57,89 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     return hasher.hexdigest()
 
 
-class StateDigest:
-    """Streaming xxh3_128 over named tensors: name, dtype, shape and bytes enter, in the order of the calls.
+def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: bytes | bytearray | memoryview) -> str:
+    """xxh3_128 of one named tensor, in hex: name, dtype and shape, framed by lengths, then its bytes.
 
-    Every tensor is framed by lengths, so no two sequences of tensors share one input: renaming, reshaping,
-    reordering or moving bytes across a boundary changes the digest. Bytes enter little-endian.
+    Args:
+        name: the tensor's name.
+        dtype: as torch spells it, without ``torch.``: ``"float32"``, ``"bfloat16"``, ``"uint8"``.
+        shape: its shape; ``()`` for a scalar.
+        data: exactly ``itemsize * prod(shape)`` bytes, C-contiguous and little-endian.
+
+    Raises:
+        ValueError: unknown dtype, or a number of bytes that does not fit dtype and shape.
     """
+    view = memoryview(data).cast("B")
+    hasher, nbytes = _frame(name, dtype, shape)
+    if len(view) != nbytes:
+        raise ValueError(f"tensor {name!r}: {dtype}{list(shape)} has {nbytes} bytes, not {len(view)}")
+    hasher.update(view)
+    return hasher.hexdigest()
 
-    def __init__(self) -> None:
-        if sys.byteorder != "little":
-            raise RuntimeError("state digests are defined on little-endian bytes; this host is big-endian")
-        self._hasher = xxhash.xxh3_128()
 
-    def _header(self, name: str, dtype: str, shape: Sequence[int]) -> int:
-        """Hash the frame of one tensor and return the bytes that its data must have."""
-        item = _ITEM_BYTES.get(dtype)
-        if item is None:
-            raise ValueError(
-                f"tensor {name!r}: cannot digest dtype {dtype!r}; known are {', '.join(_ITEM_BYTES)}"
-            )
-        if any(size < 0 for size in shape):
-            raise ValueError(f"tensor {name!r}: negative size in shape {tuple(shape)}")
-        nbytes = item * math.prod(shape)
-        for text in (name.encode(), dtype.encode()):
-            self._hasher.update(struct.pack("<I", len(text)))
-            self._hasher.update(text)
-        self._hasher.update(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-        return nbytes
+def torch_digest(name: str, tensor: torch.Tensor) -> str:
+    """:func:`tensor_digest` of a torch tensor, on any device and with any strides.
 
-    def update(
-        self, name: str, dtype: str, shape: Sequence[int], data: bytes | bytearray | memoryview
-    ) -> None:
-        """Add a tensor given as C-contiguous little-endian bytes.
+    Raises:
+        ValueError: a dtype outside the known ones (complex, quantised, sparse).
+    """
+    import torch
 
-        Args:
-            name: the tensor's name.
-            dtype: as torch spells it, without ``torch.``: ``"float32"``, ``"bfloat16"``, ``"uint8"``.
-            shape: its shape; ``()`` for a scalar.
-            data: exactly ``itemsize * prod(shape)`` bytes.
-
-        Raises:
-            ValueError: unknown dtype, or a number of bytes that does not fit dtype and shape.
-        """
-        view = memoryview(data).cast("B")
-        nbytes = self._header(name, dtype, shape)
-        if len(view) != nbytes:
-            raise ValueError(f"tensor {name!r}: {dtype}{list(shape)} has {nbytes} bytes, not {len(view)}")
-        self._hasher.update(view)
-
-    def update_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a torch tensor, on any device and with any strides; equal to :meth:`update` with its bytes.
-
-        Raises:
-            ValueError: a dtype outside the known ones (complex, quantised, sparse).
-        """
-        import torch
-
-        nbytes = self._header(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if not nbytes:
-            return
+    hasher, nbytes = _frame(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    if nbytes:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         step = nbytes if flat.device.type == "cpu" else _TENSOR_CHUNK_BYTES
         for start in range(0, nbytes, step):
-            self._hasher.update(flat[start : start + step].cpu().numpy().data)
+            hasher.update(flat[start : start + step].cpu().numpy().data)
+    return hasher.hexdigest()
 
-    def hexdigest(self) -> str:
-        """The digest so far: 32 hex digits."""
-        return self._hasher.hexdigest()
+
+def combine(digests: Mapping[str, str]) -> str:
+    """The digest of a whole state from those of its tensors, by name: 32 hex digits.
+
+    The order of the mapping does not matter, so each rank of an island may digest what it holds. Names and
+    digests enter framed by lengths: no two states share one input.
+    """
+    hasher = xxhash.xxh3_128()
+    for name in sorted(digests):
+        _text(hasher, name)
+        _text(hasher, digests[name])
+    return hasher.hexdigest()
 
 
 def state_digest(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> str:
-    """xxh3_128 of a whole state, in hex. Tensors enter sorted by name: a mapping's order does not matter.
+    """The digest of a whole state, in hex, see :func:`combine`.
 
     Raises:
         ValueError: two tensors of one name, or a dtype that cannot be digested.
     """
-    items = sorted(tensors.items() if isinstance(tensors, Mapping) else tensors, key=lambda item: item[0])
-    for (first, _), (second, _) in itertools.pairwise(items):
-        if first == second:
-            raise ValueError(f"two tensors are named {first!r}")
-    digest = StateDigest()
-    for name, tensor in items:
-        digest.update_tensor(name, tensor)
-    return digest.hexdigest()
+    digests: dict[str, str] = {}
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if name in digests:
+            raise ValueError(f"two tensors are named {name!r}")
+        digests[name] = torch_digest(name, tensor)
+    return combine(digests)
+
+
+def _frame(name: str, dtype: str, shape: Sequence[int]) -> tuple[xxhash.xxh3_128, int]:
+    """A hasher that has read the frame of a tensor, and the bytes that its data must have."""
+    if sys.byteorder != "little":
+        raise RuntimeError("state digests are defined on little-endian bytes; this host is big-endian")
+    item = _ITEM_BYTES.get(dtype)
+    if item is None:
+        raise ValueError(
+            f"tensor {name!r}: cannot digest dtype {dtype!r}; known are {', '.join(_ITEM_BYTES)}"
+        )
+    if any(size < 0 for size in shape):
+        raise ValueError(f"tensor {name!r}: negative size in shape {tuple(shape)}")
+    hasher = xxhash.xxh3_128()
+    for text in (name, dtype):
+        _text(hasher, text)
+    hasher.update(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
+    return hasher, item * math.prod(shape)
+
+
+def _text(hasher: xxhash.xxh3_128, text: str) -> None:
+    data = text.encode()
+    hasher.update(struct.pack("<I", len(data)))
+    hasher.update(data)

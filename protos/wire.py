@@ -13,7 +13,7 @@ from typing import Final
 
 import xxhash
 
-PROTOCOL: Final = 1  # raised when old and new nodes cannot work together
+PROTOCOL: Final = 2  # raised when old and new nodes cannot work together
 
 CONTROL_SERVICE: Final = "atoll.v1.Coordinator"  # GetRun, Join, Session, GetStatus
 BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutState, GetState: raw bytes

@@ -16,6 +16,7 @@ from coordinator.hub import Hub
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
 from coordinator.rounds import Policy
+from optim.bits import tally
 from optim.codecs import codec_of
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -199,8 +200,18 @@ def contribution_frames(
     return [wire.encode_frame(wire.HEADER, header.SerializeToString()), *chunks, end_frame(payload)]
 
 
-def abstain_frames(order: pb.RoundOpen, reason: str = "loss is nan") -> list[bytes]:
-    header = pb.ContributionHeader(round=order.round, epoch=order.epoch, abstain=True, reason=reason)
+def lane_frames(
+    order: pb.RoundOpen, table: BucketTable, payload: bytes, buckets: Sequence[int], **changes: Any
+) -> list[bytes]:
+    """Frames of the lane that carries ``buckets`` of a whole ``payload``."""
+    part = b"".join(payload[table.offsets[i] :][: table.buckets[i].nbytes] for i in buckets)
+    return contribution_frames(order, table, part, part=True, buckets=buckets, **changes)
+
+
+def abstain_frames(order: pb.RoundOpen, reason: str = "loss is nan", **changes: Any) -> list[bytes]:
+    header = pb.ContributionHeader(
+        round=order.round, epoch=order.epoch, abstain=True, reason=reason, **changes
+    )
     return [wire.encode_frame(wire.HEADER, header.SerializeToString()), end_frame(b"")]
 
 
@@ -303,9 +314,61 @@ class FakeNode:
 
     def die(self) -> None:
         """The process is gone: its streams break."""
-        if self.node.exchange is not None:
-            self.node.exchange.broke()
+        for exchange in list(self.node.exchanges):
+            exchange.broke()
         self.hub.close_session(self.node, "its session broke off")
+
+
+class Site:
+    """A hub on a virtual clock, and its nodes."""
+
+    def __init__(
+        self, nodes: int = 3, *, present: int | None = None, table: BucketTable | None = None, **plan: Any
+    ) -> None:
+        self.timer = VirtualTimer()
+        self.table = table or voted_table()
+        self.hub = Hub(
+            make_plan(nodes=nodes, **plan),
+            schedule(self.table),
+            timer=self.timer,
+            pool=InlinePool(),
+            tally=tally,
+        )
+        self.run = self.hub.run
+        self.nodes = [FakeNode(self.hub) for _ in range(nodes if present is None else present)]
+
+    def add(self, **changes: Any) -> FakeNode:
+        self.nodes.append(FakeNode(self.hub, **changes))
+        return self.nodes[-1]
+
+    async def opened(self, nodes: Sequence[FakeNode] | None = None) -> list[pb.RoundOpen]:
+        return [await node.opened() for node in (self.nodes if nodes is None else nodes)]
+
+    async def play(self, nodes: Sequence[FakeNode] | None = None, seed: int = 0) -> list[pb.Commit]:
+        """One ordinary round of ``nodes``; they agree on a digest."""
+        chosen = self.nodes if nodes is None else nodes
+        orders = await self.opened(chosen)
+        exchanges = [
+            node.send(order, random_payload(seed + i, self.table))
+            for i, (node, order) in enumerate(zip(chosen, orders, strict=True))
+        ]
+        commits = []
+        for node, order, exchange in zip(chosen, orders, exchanges, strict=True):
+            commit = (await node.receive(exchange)).commit
+            assert commit is not None
+            commits.append(commit)
+            node.report(order.round, f"state-{order.round + 1}")
+        return commits
+
+    def idle(self, seconds: float, *, silent: Sequence[FakeNode] = ()) -> None:
+        """Time passes; everybody but ``silent`` sends heartbeats."""
+        while seconds > 0:
+            step = min(seconds, 1.0)
+            for node in self.nodes:
+                if node not in silent and node.node.outbox is not None:
+                    node.heartbeat()
+            self.timer.advance(step)
+            seconds -= step
 
 
 def random_payload(seed: int, table: BucketTable) -> bytes:

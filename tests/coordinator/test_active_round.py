@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound, Member, Pool, Reducing
+from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound, Pool, Reducing
 from coordinator.contribution import Contribution
+from coordinator.lane_layout import LaneLayout
+from coordinator.member import Member
 from coordinator.reducer import Slab
 from coordinator.refusal import Refused
 from coordinator.rounds import Policy, State, Verdict
@@ -80,7 +82,7 @@ class Case:
         header = ContributionHeader(
             round=5, epoch=2, table_digest=self.table.digest, nbytes=self.table.nbytes, weight=1
         )
-        contribution = self.round.accept(f"n{i}", header)
+        contribution = self.round.accept(f"n{i}", header, LaneLayout(self.table))
         assert contribution is not None
         return contribution
 
@@ -101,7 +103,8 @@ class Case:
             self.finish(i, self.begin(i))
 
     def abstain(self, i: int) -> None:
-        assert self.round.accept(f"n{i}", ContributionHeader(epoch=2, abstain=True)) is None
+        header = ContributionHeader(epoch=2, abstain=True)
+        assert self.round.accept(f"n{i}", header, LaneLayout(self.table)) is None
 
     def result(self) -> bytes:
         return b"".join(bytes(decode_frame(frame).body) for frame in self.round.result.frames)
@@ -284,7 +287,8 @@ def test_after_a_refusal_there_is_no_second_try() -> None:
 def test_another_epoch_is_refused() -> None:
     case = Case(2)
     with pytest.raises(Refused, match="belongs to epoch 2, the header says 1"):
-        case.round.accept("n0", ContributionHeader(round=5, epoch=1, abstain=True))
+        header = ContributionHeader(round=5, epoch=1, abstain=True)
+        case.round.accept("n0", header, LaneLayout(case.table))
 
 
 def test_the_deadline_drops_who_is_late() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.contribution import Contribution, check_header, parse_header
 from coordinator.inspection import Inspection
+from coordinator.lane_layout import LaneLayout
 from coordinator.refusal import Refused
 from protos.atoll_pb2 import ContributionHeader
 from protos.wire import CHUNK, COMMIT, END, HEADER, RESTART, Frame, decode_frame, encode_frame
@@ -24,7 +25,7 @@ N = TABLE.nbytes
 
 def begun() -> tuple[Contribution, np.ndarray]:
     row = np.zeros(N, np.uint8)
-    return Contribution(row, Inspection(TABLE)), row
+    return Contribution(row, Inspection(TABLE), LaneLayout(TABLE)), row
 
 
 def chunk(start: int, body: bytes) -> Frame:
@@ -103,8 +104,8 @@ def header(**changes: Any) -> ContributionHeader:
 
 
 def test_headers_that_fit() -> None:
-    check_header(header(), TABLE, 3)
-    check_header(ContributionHeader(abstain=True), TABLE, 3)
+    check_header(header(), TABLE, LaneLayout(TABLE), 3)
+    check_header(ContributionHeader(abstain=True), TABLE, LaneLayout(TABLE), 3)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +124,13 @@ def test_headers_that_fit() -> None:
 )
 def test_headers_that_do_not(changes: dict[str, Any], kind: str) -> None:
     with pytest.raises(Refused) as refused:
-        check_header(header(**changes), TABLE, 3)
+        check_header(header(**changes), TABLE, LaneLayout(TABLE), 3)
     assert refused.value.kind == kind
 
 
 def test_a_wrong_table_names_both_digests() -> None:
     with pytest.raises(Refused) as refused:
-        check_header(header(table_digest="abc"), TABLE, 3)
+        check_header(header(table_digest="abc"), TABLE, LaneLayout(TABLE), 3)
     assert "abc" in refused.value.text and TABLE.digest in refused.value.text
 
 

@@ -18,6 +18,8 @@ PURE = (
     "digests",
     "admission",
     "contribution",
+    "lane_layout",
+    "member",
     "inspection",
     "refusal",
 )

@@ -81,6 +81,7 @@ async def test_a_run_in_figures() -> None:
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     assert agreement == pytest.approx(hub.status().curve[0].agreement) and 0.5 <= agreement <= 1.0
     assert 0.5 <= found["atoll_node_agreement", both] <= 1.0
+    assert found["atoll_node_ranks", both] == 1
 
 
 async def test_nothing_enters_the_global_registry_and_the_port_is_freed() -> None:

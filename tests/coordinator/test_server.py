@@ -32,6 +32,7 @@ from tests.coordinator.coordinator_rig import (
     contribution_frames,
     eventually,
     join_request,
+    lane_frames,
     make_plan,
     random_payload,
     schedule,
@@ -114,9 +115,16 @@ class Client:
         assert await soon(call.code()) is grpc.StatusCode.OK
         return download
 
-    async def contribute(self, order: pb.RoundOpen, payload: bytes) -> Download:
+    async def contribute(
+        self, order: pb.RoundOpen, payload: bytes, lane: Sequence[int] | None = None
+    ) -> Download:
+        """A whole contribution, or a lane of it."""
         call = self.exchange()
-        frames = contribution_frames(order, self.site.table, payload)
+        frames = (
+            contribution_frames(order, self.site.table, payload)
+            if lane is None
+            else lane_frames(order, self.site.table, payload, lane)
+        )
 
         async def up() -> None:
             await self.write(call, frames)
@@ -125,9 +133,9 @@ class Client:
         uploading = asyncio.ensure_future(up())
         download = await self.read(call)
         await uploading
-        await self.say(
-            report=pb.Report(round=order.round, state_digest=f"state-{order.round + 1}", loss=1.0, tokens=8)
-        )
+        if self.stream is not None:
+            digest = f"state-{order.round + 1}"
+            await self.say(report=pb.Report(round=order.round, state_digest=digest, loss=1.0, tokens=8))
         return download
 
     async def leave(self) -> None:
@@ -261,6 +269,44 @@ async def test_a_run_of_encoded_means_and_a_basis() -> None:
         assert not status.counters
 
 
+async def test_an_island_and_a_node_of_one_process() -> None:
+    """Lanes come on connections of their own and end apart; together they are one contribution."""
+    table = BucketTable(tuple(Bucket.of(name, "majority", [(name, (10_240_000,))]) for name in "abcd"))
+    lanes = ((0, 2), (1, 3), ())
+    async with site(table, nodes=2, rounds=2) as here:
+        leader, single = await Client(here).join(ranks=3), await Client(here).join()
+        ranks = [leader, Client(here), Client(here)]
+        for rank in ranks:
+            rank.session = leader.session
+        for index in range(2):
+            orders = [await client.opened() for client in (leader, single)]
+            payloads = [random_payload(10 * index + i, table) for i in range(2)]
+            working = [
+                rank.contribute(orders[0], payloads[0], lane) for rank, lane in zip(ranks, lanes, strict=True)
+            ]
+            whole, *parts = await asyncio.gather(single.contribute(orders[1], payloads[1]), *working)
+            votes = [np.frombuffer(payload, np.uint8) for payload in payloads]
+            expected = tally(votes, casting=index).tobytes()
+            assert bytes(whole.payload) == expected
+            for lane, part in zip(lanes, parts, strict=True):
+                wanted = b"".join(expected[table.offsets[i] :][: table.buckets[i].nbytes] for i in lane)
+                assert bytes(part.payload[: part.received]) == wanted
+                assert part.commit is not None and part.commit.counted
+                assert list(part.commit.voters) == ["node-0", "node-1"]
+        clients = [*ranks, single]
+        status = here.hub.status()
+        assert not status.counters and status.phase == "done"
+        assert {node.ranks for node in status.nodes} == {1, 3}
+        joined = len(join_request(table, ranks=3).SerializeToString())
+        up = {node.node: node.bytes_up for node in status.nodes}
+        assert up["node-0"] == sum(rank.sent for rank in ranks) - joined
+        for client in (leader, single):
+            order = await client.order()
+            assert order is not None and order.stop.done
+        for client in clients:
+            await client.close()
+
+
 async def test_status_and_get_run_for_anybody_with_the_token() -> None:
     async with site() as here:
         client = Client(here)
@@ -348,9 +394,7 @@ async def test_a_client_that_is_killed_in_mid_round(table: BucketTable) -> None:
         active = here.hub.run.active
         assert active is not None
         await eventually(
-            lambda: (
-                sum(bool(m.contribution and m.contribution.received) for m in active.members.values()) == 3
-            ),
+            lambda: sum(bool(m.lanes.received) for m in active.members.values()) == 3,
             "the arrival of all three",
         )
         await clients[2].close()
