@@ -92,7 +92,7 @@ def adamw_pack_(
     """One AdamW step of every tensor of a mean bucket, in place.
 
     Args:
-        mean: fp32, the bucket's elements, as :func:`read_mean` gives them.
+        mean: fp32, the bucket's elements, as :func:`optim.packs.read_fp32` gives them.
         states: of each parameter: ``exp_avg``, ``exp_avg_sq`` and the counter ``step``, see
             :func:`optim.rules.state_of`.
     """

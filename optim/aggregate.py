@@ -152,7 +152,7 @@ class Aggregation:
         reader = _Reader(bucket, rows, self._table.rule)
         factors = reader.clip_factors() if self._table.rule.clip else None
         mean = np.empty(bucket.elements, np.float32) if bucket.name in self._sources else None
-        writer = _Writer(bucket, self._memory, zero_seed(self._round, part.bucket), out)
+        writer = _Writer(bucket, self._memory, zero_seed(self._round, self._table.numbers[part.bucket]), out)
         for first, last in reader.runs():
             values = reader.mean(first, last, self._mean_weights, factors)
             if mean is not None:

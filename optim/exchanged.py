@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,21 @@ from torch import Tensor
 
 from optim import bits
 from optim.adamw import adamw_pack_
+from optim.every_step import EveryStep, Gradients
 from optim.newton_schulz import polar_factors
-from optim.packs import Pack, PayloadError, check_payload, lay_out, read_mean, stacks, write_gradients
+from optim.packs import (
+    Pack,
+    PayloadError,
+    backward_order,
+    check_payload,
+    packs_of,
+    places_of,
+    read_fp32,
+    stacks,
+    write_gradients,
+)
 from optim.reduce import Reduction, identity
 from optim.roles import ParameterRole
-from optim.round_optimizer import RoundOptimizer
 from optim.rules import (
     NS_DTYPES,
     REDUCE,
@@ -30,15 +40,16 @@ from optim.rules import (
     usable_gradient,
     vote_scale,
 )
-from protos.buckets import BucketTable, TableSchedule
+from optim.streaming import OnReady, Ready, Stream
+from protos.buckets import BucketTable, MeanRule, Reduce, TableSchedule
 
 
-class ExchangedOptimizer(RoundOptimizer):
+class ExchangedOptimizer(EveryStep):
     """A ``torch.optim.Optimizer`` made of voted and averaged parameter groups.
 
     Every matrix and every embedding is a bucket of its own; the vectors of a group share one. Majority
-    buckets come first, then mean buckets, each in the order of their names. The index of a bucket in
-    :attr:`table` is the tensor index of its zero votes.
+    buckets come first, then mean buckets, each from the end of the model to its beginning, as a backward pass
+    makes their gradients. The number of a bucket in :attr:`table` seeds its zero votes.
 
     Args:
         groups: mappings with ``name``, ``roles`` (a sequence of :class:`optim.roles.ParameterRole`) and the
@@ -57,7 +68,7 @@ class ExchangedOptimizer(RoundOptimizer):
     def __init__(self, groups: Sequence[Mapping[str, Any]], *, reduce: Reduction = identity) -> None:
         if sys.byteorder != "little":
             raise RuntimeError("payloads are little-endian: big-endian hosts are not supported")
-        self._roles: list[tuple[ParameterRole, ...]] = []
+        groups_of_roles: list[tuple[str, Reduce, tuple[ParameterRole, ...]]] = []
         rows: list[dict[str, Any]] = []
         for group in groups:
             options = {key: value for key, value in group.items() if key not in ("roles", "name")}
@@ -66,7 +77,6 @@ class ExchangedOptimizer(RoundOptimizer):
                 continue
             for role in roles:
                 check_parameter(role, options["rule"])
-            self._roles.append(roles)
             rows.append(
                 {
                     "params": [role.parameter for role in roles],
@@ -75,20 +85,54 @@ class ExchangedOptimizer(RoundOptimizer):
                     **asdict(RuleOptions(**options)),
                 }
             )
+            groups_of_roles.append((str(group["name"]), REDUCE[options["rule"]], roles))
         if not rows:
             raise ValueError("there is nothing to train: the model has no trainable parameter")
         super().__init__(rows, reduce=reduce)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = state_of(group["rule"], parameter)
-        self._packs = lay_out(
-            (str(group["name"]), REDUCE[group["rule"]], roles)
-            for group, roles in zip(self.param_groups, self._roles, strict=True)
-        )
-        self.table = BucketTable(tuple(pack.bucket for pack in self._packs))
-        self.tables = TableSchedule((self.table,))
+        numbered = packs_of(groups_of_roles)
+        packs = sorted(numbered, key=lambda p: (p.bucket.reduce != "majority", backward_order(p.items)))
+        self._packs = [pack for pack in packs if pack.held]
+        for pack in self._packs:
+            for item in pack.items:
+                self.state[item.parameter] = state_of(self.param_groups[pack.group]["rule"], item.parameter)
+        self._roles = tuple(item for pack in self._packs for item in pack.items)
+        self._stream: Stream | None = None
+        numbers = {pack.name: number for number, pack in enumerate(numbered)}
+        buckets = tuple(pack.bucket for pack in packs)
+        self._take_table(BucketTable(buckets, numbers=tuple(numbers[bucket.name] for bucket in buckets)))
+
+    def use_rule(self, rule: MeanRule) -> None:
+        """Take means by ``rule``; before the first round."""
+        self._take_table(replace(self.table, rule=rule))
+
+    def _take_table(self, table: BucketTable) -> None:
+        self.table = table
+        self.tables = TableSchedule((table,))
+        self.lane = self.tables.part({pack.name for pack in self._packs})
+        self._places = places_of(self.lane.of(0))
 
     # ------------------------------------------------------------------ the two halves of a round
+
+    def start(self, round_index: int, out: Tensor, on_ready: OnReady) -> None:
+        """See the base class. A bucket is written as soon as its gradients have come; matrices of one shape
+        wait for a few neighbours, with which they are orthogonalised, with or without :meth:`start`."""
+        lane = self.lane.of(round_index)
+        check_payload(lane, out, "the output of start")
+        self._stream = Stream(round_index, out, self._stacks(), Ready(lane, on_ready))
+
+    @torch.no_grad()
+    def arrived(self, parameter: Tensor) -> None:
+        """See the base class. With a delay, gradients are used one round later."""
+        stream = self._stream
+        if stream is None or self.delay:
+            return
+        stack = stream.arrived(parameter)
+        if stack is None or not stream.usable:
+            return
+        gradients = {item.name: usable_gradient(item) for pack in stack for item in pack.items}
+        stream.usable = all_usable(_of([stack], gradients))
+        if stream.usable:
+            self._write(stream, stack, gradients)
 
     @torch.no_grad()
     def propose(self, round_index: int, out: Tensor) -> bool:
@@ -98,37 +142,54 @@ class ExchangedOptimizer(RoundOptimizer):
 
         Args:
             round_index: number of the round, from 0; seeds the votes of exact zeros.
-            out: uint8, ``table.nbytes`` elements, contiguous, on the CPU or beside the parameters;
-                overwritten.
+            out: uint8, as many elements as the lane has bytes, contiguous, on the CPU or beside the
+                parameters; overwritten.
 
         Returns:
-            False if a gradient entry is NaN, infinite or above a quarter of the fp32 range: the node
-            abstains, and neither the state nor ``out`` has been touched.
+            False if a gradient entry, here or on another rank, is NaN, infinite or above a quarter of the
+            fp32 range, or if there is no gradient (with a delay): the node abstains, and neither the state
+            nor ``out`` has been touched. After :meth:`start` they have: buckets that were written before the
+            bad gradient came have taken theirs into their momenta.
 
         Raises:
             PayloadError: if ``out`` has another size, dtype or layout.
             RuntimeError: for a sparse or non-fp32 gradient.
         """
-        check_payload(self.table, out, "the output of propose")
-        gradients = {role.name: usable_gradient(role) for roles in self._roles for role in roles}
-        if not all_usable([gradient for gradient in gradients.values() if gradient is not None]):
+        lane = self.lane.of(round_index)
+        check_payload(lane, out, "the output of propose")
+        stream, self._stream = self._stream, None
+        if stream is None or not stream.serves(round_index, out):
+            stream = Stream(round_index, out, self._stacks(), Ready(lane, None))
+        left, gradients = list(stream.left.values()), self._gradients(round_index)
+        usable = stream.usable and gradients is not None and all_usable(_of(left, gradients))
+        if not self.agree(usable):
             return False
-        for options, packs in self._packs_by_group():
-            if options.rule == "vote-polar":
-                self._propose_polar(round_index, options, packs, gradients, out)
-                continue
-            for pack in packs:
-                if options.rule == "vote-sign":
-                    parts = [
-                        local_direction(self._momentum(item), gradients[item.name], options).view(-1)
-                        for item in pack.items
-                    ]
-                    self._pack_signs(
-                        round_index, pack, parts[0] if len(parts) == 1 else torch.cat(parts), out
-                    )
-                else:
-                    write_gradients(pack, gradients, out)
+        assert gradients is not None, "all ranks have agreed that there are some"
+        for stack in left:
+            self._write(stream, stack, gradients)
         return True
+
+    def _write(self, stream: Stream, stack: list[Pack], gradients: Gradients) -> None:
+        """Write the buckets of a stack, all of one group, and update their momenta."""
+        options = RuleOptions.of(self.param_groups[stack[0].group])
+        if REDUCE[options.rule] == "majority":
+            directions = [
+                [local_direction(self._momentum(item), gradients[item.name], options) for item in pack.items]
+                for pack in stack
+            ]
+            if options.rule == "vote-polar":
+                views = [
+                    parts[0].view(pack.items[0].view) for parts, pack in zip(directions, stack, strict=True)
+                ]
+                flat = [factor.view(-1) for factor in _polar(views, options)]
+            else:
+                flat = [torch.cat([part.view(-1) for part in parts]) for parts in directions]
+            for pack, direction in zip(stack, flat, strict=True):
+                self._pack_signs(stream, pack, direction)
+        else:
+            for pack in stack:
+                write_gradients(pack, gradients, self._places[pack.name].sent(stream.out))
+        stream.ready.add(pack.name for pack in stack)
 
     @torch.no_grad()
     def apply(self, round_index: int, payload: Tensor | None, *, counted: bool = True) -> None:
@@ -136,8 +197,7 @@ class ExchangedOptimizer(RoundOptimizer):
 
         Args:
             round_index: number of the round.
-            payload: uint8, ``table.nbytes`` elements; ``None`` for a round nobody voted in, which changes
-                nothing.
+            payload: uint8, the lane's bytes; ``None`` for a round nobody voted in, which changes nothing.
             counted: makes no difference here: nothing is kept of a vote that came too late.
 
         Raises:
@@ -145,22 +205,23 @@ class ExchangedOptimizer(RoundOptimizer):
                 changed.
         """
         if payload is not None:
-            check_payload(self.table, payload, "the result of the round")
-            means = [read_mean(pack, payload) for pack in self._packs if pack.bucket.reduce == "mean"]
+            check_payload(self.lane.of(round_index), payload, "the result of the round")
+            means = [self._mean(pack, payload) for pack in self._packs if pack.bucket.reduce == "mean"]
             if not all_usable(means):
                 raise PayloadError(
                     f"round {round_index}: the mean gradient is not finite: the result was not applied"
                 )
             del means
-            for options, packs in self._packs_by_group():
-                if options.rule == "mean-muon":
-                    self._apply_muon(options, packs, payload)
-                    continue
-                for pack in packs:
-                    if options.rule == "mean-adamw":
-                        self._apply_adamw(options, pack, payload)
-                    else:
-                        _apply_votes(options, pack, payload)
+            options = [RuleOptions.of(group) for group in self.param_groups]
+            for pack in self._packs:
+                rule = options[pack.group].rule
+                if rule == "mean-muon":
+                    # one by one: stacks, whose bits may depend on what is in them, differ between islands
+                    self._apply_muon(options[pack.group], pack, payload)
+                elif rule == "mean-adamw":
+                    self._apply_adamw(options[pack.group], pack, payload)
+                else:
+                    self._apply_votes(options[pack.group], pack, payload)
         self.round_index = round_index + 1
 
     # ------------------------------------------------------------------ state
@@ -212,7 +273,7 @@ class ExchangedOptimizer(RoundOptimizer):
             (index, key, self.state[parameter][key])
             for group, saved in zip(self.param_groups, saved_groups, strict=True)
             for parameter, index in zip(group["params"], saved["params"], strict=True)
-            for key in self.state[parameter]
+            for key in self.state.get(parameter, {})
         ]
         for index, key, tensor in places:
             value = state_dict["state"].get(index, {}).get(key)
@@ -220,11 +281,7 @@ class ExchangedOptimizer(RoundOptimizer):
                 raise ValueError(
                     f"the saved state of parameter {index} has no {key} of shape {tuple(tensor.shape)}"
                 )
-        live = {
-            parameter: dict(self.state[parameter])
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        live = {parameter: dict(state) for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, state in live.items():
             for key, tensor in state.items():
@@ -234,66 +291,50 @@ class ExchangedOptimizer(RoundOptimizer):
 
     # ------------------------------------------------------------------ details
 
-    def _packs_by_group(self) -> list[tuple[RuleOptions, list[Pack]]]:
-        return [
-            (RuleOptions.of(group), [pack for pack in self._packs if pack.group == index])
-            for index, group in enumerate(self.param_groups)
-        ]
+    def _stacks(self) -> list[list[Pack]]:
+        """The buckets that are written together."""
+        found: list[list[Pack]] = []
+        for index, group in enumerate(self.param_groups):
+            packs = [pack for pack in self._packs if pack.group == index]
+            found += stacks(packs) if group["rule"] == "vote-polar" else [[pack] for pack in packs]
+        order = {pack.name: index for index, pack in enumerate(self._packs)}
+        return sorted(found, key=lambda stack: order[stack[0].name])
 
     def _momentum(self, item: ParameterRole) -> Tensor:
         momentum: Tensor = self.state[item.parameter]["momentum_buffer"]
         return momentum
 
-    def _pack_signs(self, round_index: int, pack: Pack, direction: Tensor, out: Tensor) -> None:
-        seed = bits.zero_seed(round_index, pack.index)
-        part = out[pack.begin : pack.end]
-        if direction.device == out.device:
+    def _pack_signs(self, stream: Stream, pack: Pack, direction: Tensor) -> None:
+        place = self._places[pack.name]
+        seed, part = bits.zero_seed(stream.round, place.number), place.sent(stream.out)
+        if direction.device == part.device:
             _, finite = bits.pack(direction, seed=seed, out=part)
         else:
             packed, finite = bits.pack(direction, seed=seed)
             part.copy_(packed)
         if not finite:
             raise FloatingPointError(
-                f"round {round_index}: the direction of {pack.bucket.name} is not finite, "
-                "although its gradient is"
+                f"round {stream.round}: the direction of {pack.name} is not finite, although its gradient is"
             )
 
-    def _propose_polar(
-        self,
-        round_index: int,
-        options: RuleOptions,
-        packs: list[Pack],
-        gradients: Mapping[str, Tensor | None],
-        out: Tensor,
-    ) -> None:
-        for stack in stacks(packs):
-            directions = []
-            for pack in stack:
-                item = pack.items[0]
-                direction = local_direction(self._momentum(item), gradients[item.name], options)
-                directions.append(direction.view(item.view))
-            for pack, factor in zip(stack, _polar(directions, options), strict=True):
-                self._pack_signs(round_index, pack, factor, out)
+    def _mean(self, pack: Pack, payload: Tensor) -> Tensor:
+        return read_fp32(self._places[pack.name].returned(payload), pack.bucket.elements)
 
-    def _apply_muon(self, options: RuleOptions, packs: list[Pack], payload: Tensor) -> None:
-        for stack in stacks(packs):
-            directions = []
-            for pack in stack:
-                item = pack.items[0]
-                # a fresh copy: matrix products may depend on the alignment of their operands
-                gradient = read_mean(pack, payload).to(item.parameter.device, copy=True).view(item.shape)
-                directions.append(shared_direction(self._momentum(item), gradient, options).view(item.view))
-            for pack, factor in zip(stack, _polar(directions, options), strict=True):
-                item = pack.items[0]
-                step = options.lr * polar_scale(options.scaling, *item.view[1:])
-                if options.weight_decay != 0.0:
-                    item.parameter.mul_(1.0 - options.lr * options.weight_decay)
-                item.parameter.sub_(factor.to(torch.float32).mul_(step).view(item.shape))
+    def _apply_muon(self, options: RuleOptions, pack: Pack, payload: Tensor) -> None:
+        item = pack.items[0]
+        # a fresh copy: matrix products may depend on the alignment of their operands
+        gradient = self._mean(pack, payload).to(item.parameter.device, copy=True).view(item.shape)
+        direction = shared_direction(self._momentum(item), gradient, options).view(item.view)
+        (factor,) = _polar([direction], options)
+        step = options.lr * polar_scale(options.scaling, *item.view[1:])
+        if options.weight_decay != 0.0:
+            item.parameter.mul_(1.0 - options.lr * options.weight_decay)
+        item.parameter.sub_(factor.to(torch.float32).mul_(step).view(item.shape))
 
     def _apply_adamw(self, options: RuleOptions, pack: Pack, payload: Tensor) -> None:
         adamw_pack_(
             pack,
-            read_mean(pack, payload),
+            self._mean(pack, payload),
             self.state,
             lr=options.lr,
             betas=options.betas,
@@ -301,24 +342,29 @@ class ExchangedOptimizer(RoundOptimizer):
             weight_decay=options.weight_decay,
         )
 
+    def _apply_votes(self, options: RuleOptions, pack: Pack, payload: Tensor) -> None:
+        decay = 1.0 - options.lr * options.weight_decay
+        votes = self._places[pack.name].returned(payload)
+        if len(pack.items) == 1:
+            item = pack.items[0]
+            step = options.lr * vote_scale(options.scaling, item.fan_in)
+            bits.apply_(item.parameter, votes.to(item.parameter.device), step=step, decay=decay)
+            return
+        step = options.lr * vote_scale(options.scaling, 1)
+        flat = torch.cat([item.parameter.detach().view(-1) for item in pack.items])
+        bits.apply_(flat, votes.to(flat.device), step=step, decay=decay)
+        for item, part in pack.split(flat):
+            item.parameter.copy_(part)
+
+
+def _of(stacks_: list[list[Pack]], gradients: Gradients) -> list[Tensor]:
+    """The gradients that there are of some stacks."""
+    found = [gradients[item.name] for stack in stacks_ for pack in stack for item in pack.items]
+    return [gradient for gradient in found if gradient is not None]
+
 
 def _polar(directions: list[Tensor], options: RuleOptions) -> list[Tensor]:
     views = [x.squeeze(0) if x.shape[0] == 1 else x for x in directions]
     return polar_factors(
         views, steps=options.ns_steps, coefficients=options.ns_coefficients, dtype=NS_DTYPES[options.ns_dtype]
     )
-
-
-def _apply_votes(options: RuleOptions, pack: Pack, payload: Tensor) -> None:
-    decay = 1.0 - options.lr * options.weight_decay
-    votes = payload[pack.begin : pack.end]
-    if len(pack.items) == 1:
-        item = pack.items[0]
-        step = options.lr * vote_scale(options.scaling, item.fan_in)
-        bits.apply_(item.parameter, votes.to(item.parameter.device), step=step, decay=decay)
-        return
-    step = options.lr * vote_scale(options.scaling, 1)
-    flat = torch.cat([item.parameter.detach().view(-1) for item in pack.items])
-    bits.apply_(flat, votes.to(flat.device), step=step, decay=decay)
-    for item, part in pack.split(flat):
-        item.parameter.copy_(part)

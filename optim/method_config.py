@@ -106,6 +106,8 @@ class MethodLike(Protocol):
     @property
     def mix(self) -> float | None: ...
     @property
+    def delay(self) -> int: ...
+    @property
     def clip(self) -> float: ...
     @property
     def trim(self) -> int: ...
@@ -135,6 +137,7 @@ class MethodConfig:
         rank, omega, mu, basis, direction, moments_codec: see :class:`optim.lordo.inner.LowRankOptions`.
         basis_every: rounds between two bases of ``lowrank-ddp``.
         fragments, overlap, mix: see :class:`optim.local.local_steps.LocalSteps`.
+        delay: 0 or 1, see :class:`optim.every_step.EveryStep`.
         clip, trim: see :class:`protos.buckets.MeanRule`.
     """
 
@@ -173,6 +176,7 @@ class MethodConfig:
     fragments: int = 1
     overlap: int = 0
     mix: float | None = None
+    delay: int = 0
     clip: float = 0.0
     trim: int = 0
 
@@ -267,6 +271,12 @@ def _check(choices: Choices, config: MethodLike) -> None:
         )
     if config.clip < 0.0 or config.trim < 0:
         raise ValueError(f"clip and trim must not be negative: {config.clip}, {config.trim}")
+    if config.delay not in (0, 1):
+        raise ValueError(f"delay must be 0 or 1, not {config.delay}")
+    if config.delay and choices.local:
+        raise ValueError(
+            f"{name} makes local steps, of which some can run during the exchange: use overlap, not delay"
+        )
     if name == "lowrank-ddp" and config.direction != "adam":
         raise ValueError(f"lowrank-ddp has the direction adam only, not {config.direction!r}: use lordo")
     if not choices.local:

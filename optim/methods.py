@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from optim.averaged import DDPAdamW, DDPMuon
+from optim.every_step import EveryStep
 from optim.exchanged import ExchangedOptimizer
 from optim.local.adamw import AdamWInner
 from optim.local.inner import Inner
@@ -20,7 +21,7 @@ from optim.method_config import Choices, MethodConfig, MethodLike, auxiliary_bet
 from optim.roles import ParameterRole, by_role, classify
 from optim.round_optimizer import RoundOptimizer
 from optim.sign_muon import SignMuon, Signum
-from protos.buckets import BucketTable, MeanRule, TableSchedule
+from protos.buckets import MeanRule
 from protos.methods import TORCH
 
 __all__ = ["MethodConfig", "MethodLike", "build_method"]
@@ -28,6 +29,9 @@ __all__ = ["MethodConfig", "MethodLike", "build_method"]
 
 def build_method(config: MethodLike, model: nn.Module) -> RoundOptimizer:
     """The optimizer that ``config`` names, over the trainable parameters of ``model``.
+
+    Parameters on the meta device are held by another rank of an island: they have their places in ``tables``
+    and cost no memory here.
 
     Raises ``ValueError`` for an unknown method, options out of range or that make no sense together, or a
     model that cannot be exchanged.
@@ -38,10 +42,11 @@ def build_method(config: MethodLike, model: nn.Module) -> RoundOptimizer:
         return _local_steps(config, choices, model, rule)
     rates = {"embedding_lr": choices.embedding_lr, "vector_lr": choices.vector_lr}
     shared: dict[str, Any] = {**rates, "weight_decay": config.weight_decay}
+    optimizer: EveryStep
     if config.name == "lowrank-ddp":
         if rule != MeanRule():
             raise ValueError("clip and trim are not possible with lowrank-ddp: leave them out")
-        return LowRankDDP(
+        optimizer = LowRankDDP(
             model,
             choices.lr,
             **shared,
@@ -53,14 +58,14 @@ def build_method(config: MethodLike, model: nn.Module) -> RoundOptimizer:
             eps=config.eps,
             auxiliary_betas=auxiliary_betas(choices),
         )
-    optimizer = _every_step(config, choices, model, shared | {"betas": choices.betas, "eps": config.eps})
-    if rule != MeanRule():
-        optimizer.table = BucketTable(optimizer.table.buckets, rule)
-        optimizer.tables = TableSchedule((optimizer.table,))
+    else:
+        optimizer = _exchanged(config, choices, model, shared | {"betas": choices.betas, "eps": config.eps})
+        optimizer.use_rule(rule)
+    optimizer.delay = config.delay
     return optimizer
 
 
-def _every_step(
+def _exchanged(
     config: MethodLike, choices: Choices, model: nn.Module, shared: dict[str, Any]
 ) -> ExchangedOptimizer:
     """Methods that vote on or average something of every single gradient."""
@@ -92,7 +97,6 @@ def _local_steps(config: MethodLike, choices: Choices, model: nn.Module, rule: M
     ]
     return LocalSteps(
         groups,
-        order={name: index for index, (name, _) in enumerate(model.named_parameters())},
         local_steps=choices.local_steps,
         outer=choices.outer,
         outer_lr=choices.outer_lr,

@@ -7,6 +7,7 @@ whose five triples differ and come about twice as close to the exact factor at t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -192,29 +193,38 @@ def _iterate_on_gram(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     return product(total, x)
 
 
-def plan_stacks(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[list[int]]:
+def plan_stacks(
+    shapes: Sequence[tuple[int, int, int]],
+    device: torch.device,
+    *,
+    elements: int | None = None,
+    members: int = sys.maxsize,
+) -> list[list[int]]:
     """Which tensors to orthogonalise together.
 
     Args:
         shapes: ``(slices, rows, columns)`` of each tensor.
         device: where they live.
+        elements: most in one stack, but of a single tensor; ``STACK_ELEMENTS`` if ``None``.
+        members: most in one stack.
 
     Returns:
         Lists of indices into ``shapes``, in order of first appearance. Members of one list have equal slices
-        up to transposition and together at most ``STACK_ELEMENTS`` elements; large matrices on a CPU stay
-        alone.
+        up to transposition; large matrices on a CPU stay alone.
     """
+    elements = STACK_ELEMENTS if elements is None else elements
     stacks: list[list[int]] = []
     open_stack: dict[tuple[int, int], tuple[list[int], int]] = {}
     for index, (slices, rows, columns) in enumerate(shapes):
         small, large = sorted((rows, columns))
-        elements = slices * rows * columns
-        members, held = open_stack.get((small, large), ([], STACK_ELEMENTS))
-        if held + elements > STACK_ELEMENTS or (device.type == "cpu" and small >= STACK_ROWS):
-            members, held = [], 0
-            stacks.append(members)
-        members.append(index)
-        open_stack[small, large] = (members, held + elements)
+        size = slices * rows * columns
+        stack, held = open_stack.get((small, large), ([], elements))
+        full = held + size > elements or len(stack) == members
+        if full or (device.type == "cpu" and small >= STACK_ROWS):
+            stack, held = [], 0
+            stacks.append(stack)
+        stack.append(index)
+        open_stack[small, large] = (stack, held + size)
     return stacks
 
 
@@ -245,7 +255,10 @@ def polar_factors(
     def iterate(x: Tensor) -> Tensor:
         return newton_schulz(x, steps=steps, coefficients=coefficients, dtype=dtype, eps=eps)
 
-    if len(matrices) == 1:
+    # A small matrix on a CPU takes the way of a stack, however many are in it: in a thread of its own, its
+    # bits are then the same whatever it is stacked with, so wherever the matrices of a model are shared out.
+    small = matrices[0].device.type == "cpu" and min(matrices[0].shape[-2:]) < STACK_ROWS
+    if len(matrices) == 1 and not small:
         return [iterate(matrices[0]).contiguous()]
     parts = []
     for matrix in matrices:

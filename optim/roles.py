@@ -20,7 +20,7 @@ A parameter registered under several names (tied) counts once, under its first n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -57,6 +57,7 @@ class ParameterRole:
             matrix for the polar factor. ``(1, 1, elements)`` for a vector.
         fan_in: inputs of one output, in the logical orientation of the layer (``c_in * kh * kw`` for a
             convolution).
+        position: in ``model.named_parameters()``; a backward pass makes gradients in about the reverse order.
     """
 
     name: str
@@ -64,6 +65,13 @@ class ParameterRole:
     role: Role
     view: tuple[int, int, int]
     fan_in: int
+    position: int = 0
+
+    @property
+    def held(self) -> bool:
+        """Whether the parameter is here; one without storage (on the meta device) is held by another rank of
+        this node's island."""
+        return not self.parameter.is_meta
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +113,7 @@ def classify(
     heads = _head_weights(model)
     unused = set(overrides) | set(blocks)
     roles: list[ParameterRole] = []
-    for parameter, aliases in names.items():
+    for position, (parameter, aliases) in enumerate(names.items()):
         if not parameter.requires_grad or parameter.numel() == 0:
             continue
         pattern = _first_match(overrides, aliases)
@@ -120,7 +128,7 @@ def classify(
             unused.discard(block_pattern)
             count = blocks[block_pattern]
         view, fan_in = _view(aliases[0], parameter, role, owners[parameter], count)
-        roles.append(ParameterRole(aliases[0], parameter, role, view, fan_in))
+        roles.append(ParameterRole(aliases[0], parameter, role, view, fan_in, position))
     if unused:
         raise RoleError(
             f"no trainable parameter matches {sorted(unused)}: patterns match whole names such as "
@@ -223,3 +231,19 @@ def _view(
 def by_role(roles: tuple[ParameterRole, ...], role: Role) -> Iterator[ParameterRole]:
     """The members of ``roles`` that have ``role``."""
     return (item for item in roles if item.role == role)
+
+
+def held(roles: Iterable[ParameterRole], bucket: str = "") -> tuple[ParameterRole, ...]:
+    """The members of ``roles`` that are held here.
+
+    Raises ``ValueError`` if they travel together as ``bucket`` and only some are.
+    """
+    every = tuple(roles)
+    found = tuple(item for item in every if item.held)
+    if bucket and found and len(found) < len(every):
+        missing = next(item.name for item in every if not item.held)
+        raise ValueError(
+            f"bucket {bucket!r} is held in parts: {found[0].name} is here, {missing} is not; give all of it "
+            "to one rank"
+        )
+    return found

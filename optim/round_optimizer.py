@@ -46,10 +46,11 @@ class RoundOptimizer(torch.optim.Optimizer):
 
     Attributes:
         tables: what travels, round by round; the same on all nodes of a run.
-        lane: the part of it that this rank carries: all but the buckets of parameters that are held elsewhere.
-            :meth:`propose` and :meth:`apply` are about its bytes.
+        lane: the part of it that this rank carries: all but the buckets of parameters that are held
+            elsewhere. :meth:`propose` and :meth:`apply` are about its bytes.
         agree: asks all ranks of the island whether something went well with each of them; a rank that is
-            alone agrees with itself.
+            alone agrees with itself. Every rank, one that holds nothing too, asks once in each
+            :meth:`propose`, and once in each :meth:`local_step` of a method with local steps.
         round_index: the round that :meth:`step` is in; saved in ``state_dict``.
         reduce: may be replaced at any time.
     """
@@ -95,7 +96,8 @@ class RoundOptimizer(torch.optim.Optimizer):
         return 1
 
     def send_after(self, round_index: int) -> int:
-        """The micro-steps of a round before :meth:`propose`; the others, if any, run during the exchange."""
+        """The micro-steps of a round before :meth:`propose`; the others, if any, run during the exchange.
+        0 proposes first of all, what earlier rounds have left."""
         return self.micro_steps(round_index)
 
     def local_step(self, round_index: int, micro_step: int) -> bool:
@@ -104,17 +106,38 @@ class RoundOptimizer(torch.optim.Optimizer):
         Methods without local steps do nothing here: :meth:`propose` reads the gradients.
 
         Returns:
-            False if a gradient was not finite: the step was left out and the state is as before.
+            False if a gradient was not finite, here or on another rank: the step was left out and the state
+            is as before.
         """
         return True
+
+    def start(self, round_index: int, out: Tensor, on_ready: Callable[[int], None]) -> None:
+        """The round's contribution may be written to ``out`` from now on, front to back.
+
+        Called before the backward pass after which :meth:`propose` is called with the same ``out``; up to
+        then the caller announces each gradient by :meth:`arrived`. Whether anything is written before
+        :meth:`propose` is the method's choice, and makes no difference to the bytes.
+
+        Args:
+            round_index: number of the round.
+            out: as for :meth:`propose`; not to be touched until that has returned.
+            on_ready: is told, from the thread that does the work, how many bytes from the first are final:
+                more at each call. Their rest is final when :meth:`propose` has returned True.
+        """
+        return None
+
+    def arrived(self, parameter: Tensor) -> None:
+        """The gradient of a held parameter is final. Any order, and any thread, one at a time; without
+        :meth:`start` nothing happens."""
+        return None
 
     @abstractmethod
     def propose(self, round_index: int, out: Tensor) -> bool:
         """Write this node's contribution to a round into ``out``.
 
-        ``out`` is uint8, ``tables.of(round_index).nbytes`` elements, contiguous. Returns False if the node
-        has to abstain; ``out`` is then of no use. It may be called again for the same round, after more
-        steps.
+        ``out`` is uint8, ``lane.of(round_index).nbytes`` elements, contiguous. Returns False if the node has
+        to abstain, on all of its ranks; ``out`` is then of no use. It may be called again for the same round,
+        after more steps.
         """
 
     @abstractmethod
@@ -123,7 +146,7 @@ class RoundOptimizer(torch.optim.Optimizer):
 
         Args:
             round_index: number of the round; :meth:`propose` need not have been called for it.
-            payload: uint8, ``tables.of(round_index).result_nbytes`` elements; ``None`` for a round nobody
+            payload: uint8, ``lane.of(round_index).result_nbytes`` elements; ``None`` for a round nobody
                 contributed to.
             counted: whether what :meth:`propose` wrote is in the result; if not, it stays in the error
                 feedback.
@@ -147,6 +170,8 @@ class RoundOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         index = self.round_index
+        if not self._done and not self.send_after(index):
+            self._held = self._exchange(index)
         self.local_step(index, self._done)
         self._done += 1
         if self._done == self.send_after(index):
@@ -160,8 +185,8 @@ class RoundOptimizer(torch.optim.Optimizer):
     def _exchange(self, round_index: int) -> tuple[bool, Tensor | None]:
         """Propose and reduce: whether this node contributed, and the result."""
         if self._payload is None:
-            self._payload = torch.empty(self.tables.nbytes, dtype=torch.uint8)
-        table = self.tables.of(round_index)
+            self._payload = torch.empty(self.lane.nbytes, dtype=torch.uint8)
+        table = self.lane.of(round_index)
         payload = self._payload[: table.nbytes]
         usable = self.propose(round_index, payload)
         return usable, self.reduce(payload if usable else None, round_index=round_index, table=table)
@@ -171,11 +196,11 @@ class RoundOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def shared_tensors(self) -> dict[str, Tensor]:
         """The tensors that are bit-identical on all nodes between rounds, live: the model's under its
-        parameters' names, the optimizer's as ``optimizer/<name>/<key>``."""
+        parameters' names, the optimizer's as ``optimizer/<name>/<key>``; of held parameters only."""
 
     @abstractmethod
     def local_tensors(self) -> dict[str, Tensor]:
-        """The state that is this node's own, live, as ``optimizer/<name>/<key>``."""
+        """The state that is this node's own, live, as ``optimizer/<name>/<key>``; of held parameters only."""
 
     def prepare_load(self) -> None:
         """Make every local tensor exist, so that a checkpoint can be copied into :meth:`local_tensors`."""

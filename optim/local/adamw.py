@@ -40,7 +40,7 @@ class AdamWInner(StandaloneInner):
         if not 0.0 <= eps < math.inf:
             raise ValueError(f"eps must be finite and not negative, not {eps}")
         self.betas, self.eps = betas, eps
-        for role in self.roles:
+        for role in self.held:
             self.state[role.name] = {
                 "exp_avg": torch.zeros_like(role.parameter),
                 "exp_avg_sq": torch.zeros_like(role.parameter),
@@ -59,7 +59,7 @@ class AdamWInner(StandaloneInner):
     def _chunks(self) -> Iterator[list[ParameterRole]]:
         """Parameters of one device and one number of steps, not too many at a time."""
         kinds: dict[tuple[torch.device, int], list[ParameterRole]] = {}
-        for role in self.roles:
+        for role in self.held:
             kind = role.parameter.device, int(self.state[role.name]["step"])
             kinds.setdefault(kind, []).append(role)
         for roles in kinds.values():

@@ -8,17 +8,13 @@ parameter is on a CUDA device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from optim.roles import ParameterRole
-
-
-def host_of(parameter: Tensor) -> torch.device:
-    """The device of a parameter's copy: the CPU, or none at all for a parameter without storage."""
-    return torch.device("meta" if parameter.is_meta else "cpu")
 
 
 class Anchor:
@@ -36,7 +32,7 @@ class Anchor:
         for role in roles:
             parameter = role.parameter.detach()
             pinned = parameter.device.type == "cuda"
-            copy = torch.empty(role.shape, device=host_of(parameter), pin_memory=pinned)
+            copy = torch.empty(role.shape, pin_memory=pinned)
             copy.copy_(parameter)
             self.tensors[role.name] = copy
 
@@ -56,6 +52,20 @@ class Anchor:
     def restore(self, item: ParameterRole) -> None:
         """Set the live parameter to the shared one."""
         item.parameter.copy_(self.tensors[item.name])
+
+    @contextmanager
+    def swapped(self, items: Iterable[ParameterRole]) -> Iterator[None]:
+        """Within this context some live parameters are the shared ones; a copy of them is kept in host
+        memory."""
+        held = [(item, item.parameter.detach().to("cpu", copy=True)) for item in items]
+        try:
+            for item, _ in held:
+                self.restore(item)
+            yield
+        finally:
+            with torch.no_grad():
+                for item, value in held:
+                    item.parameter.copy_(value)
 
     @torch.no_grad()
     def merge(self, item: ParameterRole, share: float) -> None:

@@ -27,9 +27,9 @@ class ErrorFeedback:
         self.errors: dict[str, Tensor] = {}
         self.sent: dict[str, Tensor] = {}
 
-    def add_bucket(self, name: str, elements: int, device: torch.device) -> None:
+    def add_bucket(self, name: str, elements: int) -> None:
         """Keep the error of a bucket."""
-        self.errors[name] = torch.zeros(elements, device=device)
+        self.errors[name] = torch.zeros(elements)
 
     def correct(self, name: str, delta: Tensor) -> Tensor:
         """``A = D + e``, in place of ``D`` (fp32, 1-D); ``D`` itself for a bucket without feedback."""

@@ -24,7 +24,8 @@ class Inner(Protocol):
     """The local optimizer of some of a model's parameters.
 
     Attributes:
-        roles: the parameters it trains, in the order of their names.
+        roles: the parameters it trains, in the order of their names. Those that are held by another rank of
+            the island have buckets, and neither steps nor state here.
         bootstrap: whether round 0 makes no local step: the gradient itself is the contribution, and the
             result only sets up this optimizer's own state. Parameters stay as they are.
     """

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from optim.local.fragments import split
 from optim.local.inner import Inner
-from optim.roles import ParameterRole
-from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
+from optim.packs import backward_order, places_of
+from optim.roles import ParameterRole, held
+from protos.buckets import SCALE, Bucket, BucketTable, MeanRule
 from protos.codecs import CodecSpec, matrix_shape
 from protos.methods import BASIS_OF_A_VOTE, VOTE
-
-SCALES: Final = "[scales]"  # the bucket with the mean magnitudes of what is voted on
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ class Unit:
             rows.
         feedback: whether the error of its codec is kept.
         extras: buckets of its local optimizer.
+        held: whether its parameters are here.
     """
 
     group: int
@@ -67,6 +66,7 @@ class Unit:
     scales: int
     feedback: bool
     extras: tuple[Bucket, ...]
+    held: bool = True
 
     @property
     def name(self) -> str:
@@ -74,54 +74,61 @@ class Unit:
         return self.bucket.name
 
     @property
+    def scale_bucket(self) -> Bucket | None:
+        """The mean magnitudes of a vote; ``None`` for a mean."""
+        if not self.scales:
+            return None
+        name = self.name + SCALE
+        return Bucket.of(name, "mean", [(name, (self.scales,))], padded=False)
+
+    @property
+    def buckets(self) -> list[str]:
+        """The names of all its buckets."""
+        found = (self.bucket, self.scale_bucket, *self.extras)
+        return [bucket.name for bucket in found if bucket is not None]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes up and down in a round, without those of the scales' padding."""
+        """Bytes up and down in a round."""
         buckets = (self.bucket, *self.extras)
         return 8 * self.scales + sum(bucket.nbytes + bucket.result_nbytes for bucket in buckets)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a bucket lies: its index in the table, its first byte in a contribution and in a result."""
-
-    index: int
-    bucket: Bucket
-    offset: int
-    result_offset: int
 
 
 class Fragment:
     """The units that are exchanged in one round, and its table.
 
-    Majorities come first, then the scales, then the means, each followed by the buckets of its local
-    optimizer; within each kind by name.
+    Majorities come first, then the means, each with the buckets of its local optimizer, and the scales of
+    the majorities, single numbers without padding, at the end. Each time, units come from the end of the
+    model to its beginning, as a backward pass makes their gradients. Buckets are numbered by name: votes,
+    what their local optimizers add, means, and scales, which are exact and need no seed.
 
     Attributes:
-        units: in the order of the table.
         table: what travels.
-        places: of the buckets, by name.
-        scales: first index of each voted unit in the bucket of scales, by the name of the unit.
+        units: those that are held here, in the order of the table.
+        lane: their part of the table.
+        places: of the buckets in the lane, by name.
     """
 
     def __init__(self, units: Sequence[Unit], rule: MeanRule) -> None:
-        voted = sorted((unit for unit in units if unit.scales), key=lambda unit: unit.name)
-        means = sorted((unit for unit in units if not unit.scales), key=lambda unit: unit.name)
-        buckets = [unit.bucket for unit in voted]
-        self.scales: dict[str, int] = {}
-        if voted:
-            sizes = [(f"{unit.name}/scale", (unit.scales,)) for unit in voted]
-            scales = Bucket.of(SCALES, "mean", sizes)
-            self.scales = {
-                unit.name: member.start for unit, member in zip(voted, scales.members, strict=True)
-            }
-            buckets.append(scales)
-            buckets += [extra for unit in voted for extra in unit.extras]
-        for unit in means:
-            buckets += [unit.bucket, *unit.extras]
-        self.units = (*voted, *means)
-        self.table = BucketTable(tuple(buckets), rule)
-        rows = zip(self.table.buckets, self.table.offsets, self.table.result_offsets, strict=True)
-        self.places = {row[0].name: Place(index, *row) for index, row in enumerate(rows)}
+        named = sorted(units, key=lambda unit: (not unit.scales, unit.name))
+        votes = [unit.bucket for unit in named if unit.scales]
+        others = [bucket for unit in named for bucket in _behind_votes(unit)]
+        scales = [bucket for unit in named if (bucket := unit.scale_bucket)]
+        numbers = {bucket.name: number for number, bucket in enumerate([*votes, *others, *scales])}
+
+        ordered = sorted(named, key=lambda unit: (not unit.scales, backward_order(unit.items)))
+        buckets = [unit.bucket for unit in ordered if unit.scales]
+        buckets += [bucket for unit in ordered for bucket in _behind_votes(unit)]
+        buckets += [scale for unit in ordered if (scale := unit.scale_bucket)]
+        self.table = BucketTable(tuple(buckets), rule, tuple(numbers[bucket.name] for bucket in buckets))
+        self.units = tuple(unit for unit in ordered if unit.held)
+        self.lane = self.table.part({name for unit in self.units for name in unit.buckets})
+        self.places = places_of(self.lane)
+
+
+def _behind_votes(unit: Unit) -> tuple[Bucket, ...]:
+    """The buckets of a unit but its vote and the scales of that."""
+    return unit.extras if unit.scales else (unit.bucket, *unit.extras)
 
 
 def units_of(groups: Sequence[LocalGroup]) -> list[Unit]:
@@ -157,27 +164,23 @@ def units_of(groups: Sequence[LocalGroup]) -> list[Unit]:
                     f"{name}: codec = {group.codec!r} does not go with a global basis: {BASIS_OF_A_VOTE}; "
                     'use "1bit" for as few bytes, or basis = "local"'
                 )
-            units.append(Unit(index, items, bucket, scales, group.feedback, extras))
+            here = bool(held(items, name))
+            units.append(Unit(index, items, bucket, scales, group.feedback, extras, here))
     return units
 
 
-def fragments_of(
-    units: Sequence[Unit], count: int, order: Mapping[str, int], rule: MeanRule
-) -> tuple[list[Fragment], TableSchedule]:
+def fragments_of(units: Sequence[Unit], count: int, rule: MeanRule) -> list[Fragment]:
     """Cut a model into ``count`` fragments of about equal bytes that are exchanged in turn.
 
-    Each holds neighbours in the ``order`` of the model (the position of a parameter by its name); vectors
-    that travel together count as the last.
+    Each holds neighbours in the model; vectors that travel together count as the last.
 
     Raises:
         ValueError: if there are fewer units than fragments.
     """
-    ranked = sorted(units, key=lambda unit: max(order[item.name] for item in unit.items))
+    ranked = sorted(units, key=lambda unit: max(item.position for item in unit.items))
     ranked.sort(key=lambda unit: len(unit.items) > 1)
     runs = split([unit.nbytes for unit in ranked], count)
-    fragments = [Fragment([ranked[index] for index in run], rule) for run in runs]
-    tables = tuple(fragment.table for fragment in fragments)
-    return fragments, TableSchedule(tables, tuple(range(count)))
+    return [Fragment([ranked[index] for index in run], rule) for run in runs]
 
 
 def check_numbers(steps: int, fragments: int, overlap: int, mix: float | None, *, bootstrap: bool) -> None:

@@ -10,8 +10,8 @@ for all, moves the anchor by an outer step, and ``W`` starts the next round from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from optim.local import saving
-from optim.local.anchor import Anchor, host_of
+from optim.local.anchor import Anchor
 from optim.local.error_feedback import ErrorFeedback
 from optim.local.layout import Fragment, LocalGroup, Unit, check_numbers, fragments_of, units_of
 from optim.local.outer import OuterStep, decay_factor
 from optim.local.wire import U8, Wire
 from optim.packs import check_bytes
 from optim.reduce import Reduction
-from optim.roles import ParameterRole
+from optim.roles import ParameterRole, held
 from optim.round_optimizer import RoundOptimizer
 from optim.rules import all_usable, check_parameter, usable_gradient
-from protos.buckets import MeanRule
+from optim.streaming import OnReady, Ready
+from protos.buckets import MeanRule, TableSchedule
 from protos.methods import Outer, merge_share
 
 # The gradient of a bootstrap round travels in place of a pseudo-gradient, and what a codec loses of its mean
@@ -50,8 +51,6 @@ class LocalSteps(RoundOptimizer):
 
     Args:
         groups: their local optimizers hold all trainable parameters; groups without are dropped.
-        order: position of each parameter in the model, by name; fragments are neighbours in it. The order
-            of the groups if ``None``.
         local_steps: K, the steps between two exchanges of the same parameter.
         outer, outer_lr, outer_momentum: see :class:`optim.local.outer.OuterStep`.
         fragments: parts of the model that are exchanged in turn, each round one, after K / ``fragments``
@@ -70,7 +69,6 @@ class LocalSteps(RoundOptimizer):
         self,
         groups: Sequence[LocalGroup],
         *,
-        order: Mapping[str, int] | None = None,
         local_steps: int,
         outer: Outer = "average",
         outer_lr: float = 1.0,
@@ -82,14 +80,15 @@ class LocalSteps(RoundOptimizer):
         reduce: Reduction | None = None,
     ) -> None:
         self._groups = [group for group in groups if group.inner.roles]
-        self.roles = tuple(role for group in self._groups for role in group.inner.roles)
-        if not self.roles:
+        roles = tuple(role for group in self._groups for role in group.inner.roles)
+        if not roles:
             raise ValueError("there is nothing to train: the model has no trainable parameter")
         self._inners = [group.inner for group in self._groups]
         self._bootstrap = any(inner.bootstrap for inner in self._inners)
         check_numbers(local_steps, fragments, overlap, mix, bootstrap=self._bootstrap)
-        for role in self.roles:
+        for role in roles:
             check_parameter(role, "mean-adamw")
+        self._roles = held(roles)
         for group in self._groups:
             for name, value in (("lr", group.lr), ("weight_decay", group.weight_decay)):
                 if not 0.0 <= value < math.inf:
@@ -106,23 +105,28 @@ class LocalSteps(RoundOptimizer):
         ]
         super().__init__(rows, reduce=reduce)
         units = units_of(self._groups)
-        order = {role.name: index for index, role in enumerate(self.roles)} if order is None else order
-        self._fragments, self.tables = fragments_of(units, fragments, order, rule or MeanRule())
+        self._fragments = fragments_of(units, fragments, rule or MeanRule())
+        self.tables = TableSchedule(
+            tuple(fragment.table for fragment in self._fragments), tuple(range(fragments))
+        )
+        self.lane = TableSchedule(tuple(fragment.lane for fragment in self._fragments), self.tables.cycle)
         self._steps, self._overlap = local_steps // fragments, overlap
         self._mix = merge_share(overlap) if mix is None else mix
         # live parameters differ from the anchor between rounds
         self._keeps = fragments > 1 or self._mix < 1.0
-        self._anchor = Anchor(self.roles)
+        self._anchor = Anchor(self._roles)
         self._outer = OuterStep(outer, outer_lr, outer_momentum)
         self._feedback = ErrorFeedback()
         for unit in units:
-            host = host_of(unit.items[0].parameter)
-            self._outer.add_bucket(unit.name, unit.bucket.elements, host)
+            if not unit.held:
+                continue
+            self._outer.add_bucket(unit.name, unit.bucket.elements)
             if unit.feedback:
-                self._feedback.add_bucket(unit.name, unit.bucket.elements, host)
+                self._feedback.add_bucket(unit.name, unit.bucket.elements)
         self._wire = Wire()
         self._moved = False  # local steps since the live parameters were last equal to the anchor
         self._made = self._left_out = 0  # micro-steps of the round
+        self._on_ready: tuple[int, OnReady] | None = None
         self._own: Tensor | None = None  # what this node proposed last
         self._proposed = -1  # its round
 
@@ -138,8 +142,8 @@ class LocalSteps(RoundOptimizer):
 
     def local_step(self, round_index: int, micro_step: int) -> bool:
         """One step of every local optimizer, none in a bootstrap round; see the base class."""
-        gradients = [usable_gradient(role) for role in self.roles]
-        if not all_usable([gradient for gradient in gradients if gradient is not None]):
+        gradients = [usable_gradient(role) for role in self._roles]
+        if not self.agree(all_usable([gradient for gradient in gradients if gradient is not None])):
             self._left_out += 1
             return False
         self._made += 1
@@ -149,29 +153,37 @@ class LocalSteps(RoundOptimizer):
                 group.inner.step(float(options["lr"]))
         return True
 
+    def start(self, round_index: int, out: Tensor, on_ready: OnReady) -> None:
+        """See the base class: :meth:`propose` tells ``on_ready`` as it goes, unit by unit."""
+        self._on_ready = round_index, on_ready
+
     @torch.no_grad()
     def propose(self, round_index: int, out: Tensor) -> bool:
         """Write this node's contribution; see the base class.
 
-        Returns False if not one gradient of the round was finite, or if something to be sent is not finite:
-        the error feedback is then as before.
+        Returns False if not one gradient of the round was finite, or if something to be sent, here or by
+        another rank, is not finite: the error feedback is then as before.
 
         Raises:
             PayloadError: if ``out`` has another size, dtype or layout.
         """
         fragment = self._fragment(round_index)
-        check_bytes(out, fragment.table.nbytes, "the output of propose")
+        check_bytes(out, fragment.lane.nbytes, "the output of propose")
         self._feedback.drop()
         self._own, self._proposed = None, -1
-        if self._left_out and not self._made:
-            return False
         host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=torch.uint8)
         payload = host.numpy()
+        told, self._on_ready = self._on_ready, None
+        tell = told[1] if told is not None and told[0] == round_index and host is out else None
+        ready, usable = Ready(fragment.lane, tell), bool(self._made or not self._left_out)
         for unit in fragment.units:
-            if not self._write(fragment, unit, round_index, payload):
-                self._left_out += 1  # apply() looks for what is not finite
-                return False
-        self._wire.finish(fragment, payload)
+            usable = usable and self._write(fragment, unit, round_index, payload)
+            if usable:
+                ready.add(unit.buckets)
+        if not self.agree(usable):
+            self._feedback.drop()
+            self._left_out += 1  # apply() looks for what is not finite
+            return False
         if host is not out:
             out.copy_(host)
         self._proposed = round_index
@@ -190,7 +202,7 @@ class LocalSteps(RoundOptimizer):
         result: U8 | None = None
         if payload is not None:
             what = f"the result of round {round_index}"
-            check_bytes(payload, fragment.table.result_nbytes, what)
+            check_bytes(payload, fragment.lane.result_nbytes, what)
             result = payload.cpu().numpy()
             self._wire.check(fragment, result, what)
         proposed = self._proposed == round_index
@@ -279,7 +291,7 @@ class LocalSteps(RoundOptimizer):
 
     def _heal(self) -> None:
         """Reset what is not finite: live parameters to the anchor, local optimizers to their start."""
-        for role in self.roles:
+        for role in self._roles:
             if not bool(role.parameter.isfinite().all()):
                 self._anchor.restore(role)
         for inner in self._inners:
@@ -306,7 +318,7 @@ class LocalSteps(RoundOptimizer):
         encoders; with fragments or a mix also the live parameters, as ``optimizer/<name>/live``."""
         tensors: dict[str, Tensor] = {}
         if self._keeps:
-            tensors = {f"optimizer/{role.name}/live": role.parameter.detach() for role in self.roles}
+            tensors = {f"optimizer/{role.name}/live": role.parameter.detach() for role in self._roles}
         return tensors | self._state_tensors()
 
     def _state_tensors(self) -> dict[str, Tensor]:
@@ -324,7 +336,7 @@ class LocalSteps(RoundOptimizer):
 
     def loaded(self) -> None:
         """Start from the anchor, without a proposal; see the base class."""
-        for role in self.roles:
+        for role in self._roles:
             self._anchor.restore(role)
         for inner in self._inners:
             inner.loaded()
@@ -336,19 +348,7 @@ class LocalSteps(RoundOptimizer):
     def evaluating(self) -> AbstractContextManager[None]:
         """The anchor in the model; see the base class. Between rounds it takes a copy of the parameters in
         host memory only with fragments or a mix."""
-        return self._swapped() if self._moved else nullcontext()
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        held = [role.parameter.detach().to("cpu", copy=True) for role in self.roles]
-        try:
-            for role in self.roles:
-                self._anchor.restore(role)
-            yield
-        finally:
-            with torch.no_grad():
-                for role, value in zip(self.roles, held, strict=True):
-                    role.parameter.copy_(value)
+        return self._anchor.swapped(self._roles) if self._moved else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the live parameters, which are the model's state: anchors, momenta, errors and the

@@ -54,10 +54,10 @@ class OuterStep:
         self.outer, self.lr, self.momentum = outer, lr, momentum
         self.buffers: dict[str, Tensor] = {}
 
-    def add_bucket(self, name: str, elements: int, device: torch.device) -> None:
+    def add_bucket(self, name: str, elements: int) -> None:
         """Make what state a bucket needs."""
         if self.outer == "nesterov":
-            self.buffers[name] = torch.zeros(elements, device=device)
+            self.buffers[name] = torch.zeros(elements)
 
     def update(self, name: str, mean: Tensor) -> Tensor:
         """What is to be subtracted for the mean pseudo-gradient ``mean`` (fp32, 1-D, overwritten)."""

@@ -61,10 +61,11 @@ class MuonInner(StandaloneInner):
         for role in self.roles:
             if role.role != "matrix":
                 raise ValueError(f"{role.name}: the polar factor needs a matrix, this is a {role.role}")
+        for role in self.held:
             self.state[role.name] = {"momentum_buffer": torch.zeros_like(role.parameter)}
         self._stacks: list[list[ParameterRole]] = []
-        for device in dict.fromkeys(role.parameter.device for role in self.roles):
-            here = [role for role in self.roles if role.parameter.device == device]
+        for device in dict.fromkeys(role.parameter.device for role in self.held):
+            here = [role for role in self.held if role.parameter.device == device]
             plan = plan_stacks([role.view for role in here], device)
             self._stacks += [[here[index] for index in stack] for stack in plan]
 

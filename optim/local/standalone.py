@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optim.local.inner import F32
-from optim.roles import ParameterRole
+from optim.roles import ParameterRole, held
 from protos.buckets import Bucket
 
 
@@ -20,6 +20,7 @@ class StandaloneInner(ABC):
         roles: the parameters it trains.
 
     Attributes:
+        held: those that are here, and not with another rank of the island.
         state: tensors by the name of the parameter, then by key; live.
     """
 
@@ -27,11 +28,12 @@ class StandaloneInner(ABC):
 
     def __init__(self, roles: Sequence[ParameterRole]) -> None:
         self.roles = tuple(sorted(roles, key=lambda role: role.name))
+        self.held = held(self.roles)
         self.state: dict[str, dict[str, Tensor]] = {}
 
     @abstractmethod
     def step(self, lr: float) -> None:
-        """One local step on every parameter."""
+        """One local step on every held parameter."""
 
     def buckets(self, role: ParameterRole) -> list[Bucket]:
         """Nothing travels."""

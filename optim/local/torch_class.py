@@ -52,19 +52,21 @@ class TorchInner(StandaloneInner):
         }
         self._class = _find(name)
         self._options = _complete(self._class, name, options)
-        self._taken = {role.name: torch.zeros((), dtype=torch.int64) for role in self.roles}  # steps
+        self._taken = {role.name: torch.zeros((), dtype=torch.int64) for role in self.held}  # steps
         # What a checkpoint can be copied into: states before they exist, and numbers that are no tensors.
         self._drafts: dict[str, dict[str, Tensor]] = {}
         self._numbers: dict[tuple[str, str], Tensor] = {}
         self._try(name)
-        self.optimizer = self._build([role.parameter for role in self.roles])
+        parameters = [role.parameter for role in self.held]
+        # torch refuses an empty list, which is what a rank may hold
+        self.optimizer = self._build(parameters or [torch.nn.Parameter(torch.empty(0))])
 
     def step(self, lr: float) -> None:
         """One step of the class on every parameter with the learning rate ``lr``."""
         self._adopt()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        missing = [role.parameter for role in self.roles if role.parameter.grad is None]
+        missing = [role.parameter for role in self.held if role.parameter.grad is None]
         for parameter in missing:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
@@ -77,7 +79,7 @@ class TorchInner(StandaloneInner):
         """The state of every parameter as ``optimizer/<name>/<key>``, with numbers as tensors without
         dimension, and the steps that it has seen as ``optimizer/<name>/taken``."""
         tensors: dict[str, Tensor] = {}
-        for role in self.roles:
+        for role in self.held:
             tensors[f"optimizer/{role.name}/taken"] = self._taken[role.name]
             for key, value in self._state(role).items():
                 if not isinstance(value, Tensor):
@@ -89,12 +91,12 @@ class TorchInner(StandaloneInner):
 
     def prepare_load(self) -> None:
         """Make drafts of all states that do not exist yet."""
-        for role in self.roles:
+        for role in self.held:
             self._state(role)
 
     def restart(self) -> None:
         """Forget the state of parameters of which some is not finite: the class starts it anew."""
-        for role in self.roles:
+        for role in self.held:
             state = self.optimizer.state.get(role.parameter, {})
             if not all_finite(value for value in state.values() if isinstance(value, Tensor)):
                 del self.optimizer.state[role.parameter]
@@ -137,7 +139,7 @@ class TorchInner(StandaloneInner):
         """Take over what was copied into drafts and numbers."""
         if not self._drafts and not self._numbers:
             return
-        for role in self.roles:
+        for role in self.held:
             if not int(self._taken[role.name]):
                 self.optimizer.state.pop(role.parameter, None)
             elif role.name in self._drafts:

@@ -10,7 +10,7 @@ from torch import Tensor
 from optim import bits
 from optim.codecs import codec_of
 from optim.local.inner import F32
-from optim.local.layout import SCALES, Fragment, Unit
+from optim.local.layout import Fragment, Unit
 from optim.packs import PayloadError
 from protos.buckets import Bucket
 
@@ -29,7 +29,7 @@ class Wire:
 
     def prepare(self, fragment: Fragment) -> None:
         """Make the states of all encoders exist."""
-        for bucket in fragment.table.buckets:
+        for bucket in fragment.lane.buckets:
             if bucket.reduce == "mean":
                 self._encoder(bucket)
 
@@ -50,23 +50,20 @@ class Wire:
         if not unit.scales:
             self.write_mean(fragment, unit.bucket, values.numpy(), round_index, out)
             return
-        bits.pack(values, seed=bits.zero_seed(round_index, place.index), out=torch.from_numpy(part))
+        bits.pack(values, seed=bits.zero_seed(round_index, place.number), out=torch.from_numpy(part))
         magnitudes = values.abs().view(unit.scales, -1).mean(dim=1, dtype=torch.float64)
-        self._scales(fragment, unit, out, result=False)[:] = magnitudes.numpy()
+        scales = unit.scale_bucket
+        assert scales is not None, "a vote has scales"
+        self.write_mean(fragment, scales, magnitudes.to(torch.float32).numpy(), round_index, out)
 
     def write_mean(self, fragment: Fragment, bucket: Bucket, values: F32, round_index: int, out: U8) -> None:
         """Encode the values of a mean bucket; raises ``ValueError`` if they are not finite."""
         place = fragment.places[bucket.name]
         codec = codec_of(bucket.codec, bucket.shape)
-        seed = bits.zero_seed(round_index, place.index)
+        seed = bits.zero_seed(round_index, place.number)
         start, end = place.offset + codec.nbytes, place.offset + bucket.nbytes
         codec.encode(values, out[place.offset : start], seed=seed, state=self._encoder(bucket) or None)
         out[start:end] = 0
-
-    def finish(self, fragment: Fragment, out: U8) -> None:
-        """Zero the padding behind the scales."""
-        if (place := fragment.places.get(SCALES)) is not None:
-            out[place.offset + 4 * place.bucket.elements : place.offset + place.bucket.nbytes] = 0
 
     # ------------------------------------------------------------------ results
 
@@ -85,13 +82,13 @@ class Wire:
         """What a unit's pseudo-gradient decodes to, in a result or in a contribution: a new fp32 vector, the
         same bits everywhere."""
         place = fragment.places[unit.name]
-        if not unit.scales:
+        if (magnitudes := unit.scale_bucket) is None:
             return torch.from_numpy(self.read_mean(fragment, unit.bucket, data, result=result)).view(-1)
         offset = place.result_offset if result else place.offset
         packed = torch.from_numpy(data[offset : offset + unit.bucket.nbytes])
         values = bits.unpack(packed, unit.bucket.elements).view(unit.scales, -1)
         # a magnitude below zero can only come from a node that lies: it must not turn the others' votes round
-        scales = torch.from_numpy(np.array(self._scales(fragment, unit, data, result=result))).clamp_(min=0.0)
+        scales = torch.from_numpy(self.read_mean(fragment, magnitudes, data, result=result)).clamp_(min=0.0)
         return values.mul_(scales[:, None]).view(-1)
 
     def read_mean(self, fragment: Fragment, bucket: Bucket, data: U8, *, result: bool) -> F32:
@@ -103,12 +100,6 @@ class Wire:
         return codec.decode(data[offset : offset + codec.nbytes])
 
     # ------------------------------------------------------------------ details
-
-    def _scales(self, fragment: Fragment, unit: Unit, data: U8, *, result: bool) -> NDArray[np.float32]:
-        """A unit's mean magnitudes in a payload, as a view."""
-        place, first = fragment.places[SCALES], fragment.scales[unit.name]
-        start = (place.result_offset if result else place.offset) + 4 * first
-        return data[start : start + 4 * unit.scales].view("<f4")
 
     def _encoder(self, bucket: Bucket) -> dict[str, F32]:
         if bucket.name not in self.encoders:

@@ -33,7 +33,7 @@ from optim.lordo.rotation import LARGEST, rotate_first, rotate_moments
 from optim.lordo.shapes import AN_EIGHTH, LONGEST, basis_shape, moment_shape, rank_of
 from optim.muon import muon_scale
 from optim.newton_schulz import Coefficients, iteration_triples, newton_schulz
-from optim.roles import ParameterRole
+from optim.roles import ParameterRole, held
 from optim.rules import MATCH_RMS
 from protos.buckets import Bucket
 from protos.codecs import CodecSpec, matrix_shape
@@ -112,6 +112,9 @@ class LowRankAdam:
             that left out a step still counts K, so that bias corrections agree.
         options: see :class:`LowRankOptions`.
 
+    Attributes:
+        roles: the matrices, in the order of their names.
+
     Raises:
         ValueError: for a parameter with fewer than two dimensions, or ``local_steps`` below 1.
     """
@@ -127,18 +130,17 @@ class LowRankAdam:
             raise ValueError(f"local_steps must be at least 1, not {local_steps}")
         self.options = LowRankOptions() if options is None else options
         self._local_steps = local_steps
-        self._matrices = [_Matrix(role, self.options) for role in sorted(roles, key=lambda role: role.name)]
+        self.roles = tuple(sorted(roles, key=lambda role: role.name))
+        for role in self.roles:
+            if role.parameter.ndim < 2:
+                raise ValueError(f"{role.name}: a low-rank optimizer needs a matrix, not {role.shape}")
+        self._matrices = [_Matrix(role, self.options) for role in held(self.roles)]
         self._by_name = {matrix.role.name: matrix for matrix in self._matrices}
         self._by_bucket = {
             bucket.name: (matrix, bucket.name.rpartition("/")[2])
             for matrix in self._matrices
             for bucket in self.buckets(matrix.role)
         }
-
-    @property
-    def roles(self) -> tuple[ParameterRole, ...]:
-        """The matrices, in the order of their names."""
-        return tuple(matrix.role for matrix in self._matrices)
 
     @property
     def bootstrap(self) -> bool:
@@ -306,17 +308,14 @@ class _Matrix:
     """
 
     def __init__(self, role: ParameterRole, options: LowRankOptions) -> None:
-        if role.parameter.ndim < 2:
-            raise ValueError(f"{role.name}: a low-rank optimizer needs a matrix, not {role.shape}")
         self.role = role
         device = role.parameter.device
         moment = moment_shape(role.shape, options.rank)
         with_second = options.direction == "adam"
         # A round 0 without result leaves this basis: arbitrary, but the same on all nodes.
-        host = "meta" if device.type == "meta" else "cpu"
-        self.basis = torch.eye(*basis_shape(role.shape, options.rank), device=host)
-        self.first = torch.zeros(moment, device=host)
-        self.second = torch.zeros(moment, device=host) if with_second else None
+        self.basis = torch.eye(*basis_shape(role.shape, options.rank))
+        self.first = torch.zeros(moment)
+        self.second = torch.zeros(moment) if with_second else None
         self.count = torch.zeros((), dtype=torch.int64)
         alone = options.basis == "local" or self.basis.device != device
         self.live_basis = self.basis.to(device, copy=True) if alone else self.basis

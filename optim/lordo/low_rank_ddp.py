@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from optim.adamw import adamw_pack_
+from optim.every_step import EveryStep, Gradients
 from optim.lordo.inner import LowRankOptions
 from optim.lordo.ldadam import turn_and_project
 from optim.lordo.rotation import rotate_moments
 from optim.lordo.shapes import AN_EIGHTH, basis_shape, moment_shape
 from optim.lordo.subspace_step import project, subspace_step
 from optim.lordo.tables import GradientTable
-from optim.packs import Pack, PayloadError, check_bytes, lay_out, read_mean, write_gradients
+from optim.packs import Pack, PayloadError, check_bytes, packs_of, write_gradients
 from optim.reduce import Reduction
-from optim.roles import ParameterRole, Role, classify
-from optim.round_optimizer import RoundOptimizer
-from optim.rules import all_usable, check_parameter, state_of, usable_gradient
+from optim.roles import ParameterRole, Role, classify, held
+from optim.rules import all_usable, check_parameter, state_of
 from optim.sign_muon import auxiliary_groups
 from protos.buckets import TableSchedule
 from protos.codecs import matrix_shape
@@ -31,7 +31,7 @@ from protos.codecs import matrix_shape
 F32 = npt.NDArray[np.float32]
 
 
-class LowRankDDP(RoundOptimizer):
+class LowRankDDP(EveryStep):
     """Adam on the mean of projected gradients for matrices, AdamW on the mean gradient for everything else.
 
     Each step, ``Q^T G`` of every matrix travels in fp32, ``r n`` numbers for ``m <= n``. Every
@@ -87,7 +87,7 @@ class LowRankDDP(RoundOptimizer):
         if not (0.0 <= lr < math.inf and 0.0 <= weight_decay < math.inf):
             raise ValueError(f"lr and weight_decay must be finite and not negative: {lr}, {weight_decay}")
         roles = classify(model, overrides=overrides)
-        self._matrices = tuple(item for item in roles if item.role == "matrix")
+        every_matrix = tuple(item for item in roles if item.role == "matrix")
         rest = auxiliary_groups(
             roles,
             embeddings="mean",
@@ -103,10 +103,12 @@ class LowRankDDP(RoundOptimizer):
             raise ValueError("there is nothing to train: the model has no trainable parameter")
         for role in roles:
             check_parameter(role, "mean-adamw")
-        self._packs = lay_out((str(group["name"]), "mean", tuple(group["roles"])) for group in rest)
+        every_pack = packs_of((str(group["name"]), "mean", tuple(group["roles"])) for group in rest)
+        self._packs = [pack for pack in every_pack if pack.held]
+        self._matrices = held(every_matrix)
         matrices: dict[str, Any] = {
             "name": "matrices",
-            "roles": self._matrices,
+            "roles": every_matrix,
             "lr": lr,
             "weight_decay": weight_decay,
             "omega": omega,
@@ -116,18 +118,20 @@ class LowRankDDP(RoundOptimizer):
         }
         super().__init__([_group(row) for row in (*rest, matrices) if row["roles"]], reduce=reduce)
         self._rank, self._ldadam = rank, ldadam
+        self._roles = (*self._matrices, *(item for pack in self._packs for item in pack.items))
         for role in self._matrices:
             self.state[role.parameter] = _state(role, rank, with_error=ldadam)
         for pack in self._packs:
             for item in pack.items:
                 self.state[item.parameter] = state_of("mean-adamw", item.parameter)
-        what = self._packs, self._matrices, rank
+        what = every_pack, every_matrix, rank
         layouts = [GradientTable.of(*what, whole=True, with_bases=not ldadam)]
-        if not ldadam and basis_every > 1 and self._matrices:
+        if not ldadam and basis_every > 1 and every_matrix:
             layouts.append(GradientTable.of(*what, whole=omega < 1.0, with_bases=False))
         cycle = (0,) if len(layouts) == 1 else (0,) + (1,) * (basis_every - 1)
         self.tables = TableSchedule(tuple(layout.table for layout in layouts), cycle)
-        self._layouts = {layout.table.digest: layout for layout in layouts}
+        self.lane = TableSchedule(tuple(layout.lane for layout in layouts), cycle)
+        self._layouts = layouts
 
     # ------------------------------------------------------------------ a round
 
@@ -135,22 +139,25 @@ class LowRankDDP(RoundOptimizer):
     def propose(self, round_index: int, out: Tensor) -> bool:
         """Write this node's gradients, projected or whole; a missing one counts as zero.
 
-        Returns False, with ``out`` of no use, if a gradient is not finite or above a quarter of the fp32
-        range. Raises :class:`optim.packs.PayloadError` if ``out`` does not fit the round's table.
+        Returns False, with ``out`` of no use, if a gradient, here or on another rank, is not finite or above
+        a quarter of the fp32 range, or if there is none (with a delay). Raises
+        :class:`optim.packs.PayloadError` if ``out`` does not fit the lane of the round.
         """
         layout = self._layout(round_index)
-        check_bytes(out, layout.table.nbytes, "the output of propose")
-        roles = [*self._matrices, *(item for pack in self._packs for item in pack.items)]
-        gradients = {role.name: usable_gradient(role) for role in roles}
+        check_bytes(out, layout.lane.nbytes, "the output of propose")
+        gradients = self._gradients(round_index)
+        return self.agree(gradients is not None and self._write(layout, gradients, out))
+
+    def _write(self, layout: GradientTable, gradients: Gradients, out: Tensor) -> bool:
+        """Write what a lane carries; False if something is not finite."""
         if not all_usable([gradient for gradient in gradients.values() if gradient is not None]):
             return False
         for pack in self._packs:
-            write_gradients(pack, gradients, out)
-        for bucket, begin in zip(layout.table.buckets, layout.table.offsets, strict=True):
-            if bucket.nbytes:
-                out[begin + 4 * bucket.elements : begin + bucket.nbytes].zero_()
+            write_gradients(pack, gradients, layout.places[pack.name].sent(out))
         for role in self._matrices:
-            target, gradient = layout.sent[role.name].bytes_of(out), gradients[role.name]
+            place, gradient = layout.places[role.name], gradients[role.name]
+            target, used = place.sent(out), 4 * place.bucket.elements
+            target[used:].zero_()
             if gradient is None:
                 target.zero_()
                 continue
@@ -158,7 +165,7 @@ class LowRankDDP(RoundOptimizer):
                 gradient = self.state[role.parameter]["basis"].to(gradient.device).T @ _wide(gradient)
                 if not all_usable([gradient]):
                     return False
-            target.copy_(gradient.contiguous().view(-1).view(torch.uint8))
+            target[:used].copy_(gradient.contiguous().view(-1).view(torch.uint8))
         return True
 
     @torch.no_grad()
@@ -167,7 +174,7 @@ class LowRankDDP(RoundOptimizer):
 
         Args:
             round_index: number of the round.
-            payload: uint8, ``tables.of(round_index).result_nbytes`` elements, or ``None`` for a round without
+            payload: uint8, ``lane.of(round_index).result_nbytes`` elements, or ``None`` for a round without
                 voters, which changes nothing.
             counted: makes no difference: nothing is kept of a gradient that came too late.
 
@@ -177,19 +184,19 @@ class LowRankDDP(RoundOptimizer):
         """
         if payload is not None:
             layout = self._layout(round_index)
-            check_bytes(payload, layout.table.result_nbytes, "the result of the round")
+            check_bytes(payload, layout.lane.result_nbytes, "the result of the round")
             payload = payload.cpu()
-            rest = [read_mean(pack, payload) for pack in self._packs]
-            means = {name: place.read(payload) for name, place in layout.returned.items()}
-            bases = {name: place.read(payload) for name, place in layout.bases.items()}
-            if not all_usable([*rest, *means.values(), *bases.values()]):
+            rest = [layout.mean(pack, payload) for pack in self._packs]
+            means = [layout.matrix(role, payload) for role in self._matrices]
+            bases = [layout.basis(role, payload) for role in self._matrices]
+            if not all_usable([*rest, *means, *(basis for basis in bases if basis is not None)]):
                 raise PayloadError(
                     f"round {round_index}: the mean gradient is not finite: the result was not applied"
                 )
             for pack, mean in zip(self._packs, rest, strict=True):
                 self._apply_adamw(pack, mean)
-            for role in self._matrices:
-                self._apply_matrix(role, means[role.name], bases.get(role.name), whole=layout.whole)
+            for role, mean, basis in zip(self._matrices, means, bases, strict=True):
+                self._apply_matrix(role, mean, basis, whole=layout.whole)
         self.round_index = round_index + 1
 
     def _apply_adamw(self, pack: Pack, mean: Tensor) -> None:
@@ -239,9 +246,8 @@ class LowRankDDP(RoundOptimizer):
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """All parameters and all state: nothing here is a node's own."""
-        roles = [*(item for pack in self._packs for item in pack.items), *self._matrices]
-        tensors = {role.name: role.parameter.detach() for role in roles}
-        for role in roles:
+        tensors = {role.name: role.parameter.detach() for role in self._roles}
+        for role in self._roles:
             for key, value in self.state[role.parameter].items():
                 tensors[f"optimizer/{role.name}/{key}"] = value
         return tensors
@@ -267,7 +273,7 @@ class LowRankDDP(RoundOptimizer):
         copies: list[tuple[Tensor, Tensor]] = []
         for group, old in zip(self.param_groups, saved, strict=True):
             for parameter, index in zip(group["params"], old["params"], strict=True):
-                for key, tensor in self.state[parameter].items():
+                for key, tensor in self.state.get(parameter, {}).items():
                     value = state_dict["state"].get(index, {}).get(key)
                     if not isinstance(value, Tensor) or value.shape != tensor.shape:
                         shape = tuple(tensor.shape)
@@ -283,7 +289,7 @@ class LowRankDDP(RoundOptimizer):
         self.round_index = int(state_dict.get("round", 0))
 
     def _layout(self, round_index: int) -> GradientTable:
-        return self._layouts[self.tables.of(round_index).digest]
+        return self._layouts[self.tables.cycle[round_index % len(self.tables.cycle)]]
 
 
 def _group(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,16 +306,15 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 def _state(role: ParameterRole, rank: int, *, with_error: bool) -> dict[str, Tensor]:
     """Fresh state of a matrix, in host memory. The basis of a run that begins with a round without result is
     arbitrary, but the same on all nodes."""
-    host = "meta" if role.parameter.is_meta else "cpu"
     moment = moment_shape(role.shape, rank)
     state = {
-        "basis": torch.eye(*basis_shape(role.shape, rank), device=host),
-        "exp_avg": torch.zeros(moment, device=host),
-        "exp_avg_sq": torch.zeros(moment, device=host),
+        "basis": torch.eye(*basis_shape(role.shape, rank)),
+        "exp_avg": torch.zeros(moment),
+        "exp_avg_sq": torch.zeros(moment),
         "step": torch.zeros((), dtype=torch.int64),
     }
     if with_error:
-        state["error"] = torch.zeros(*sorted(matrix_shape(role.shape)), device=host)
+        state["error"] = torch.zeros(*sorted(matrix_shape(role.shape)))
     return state
 
 

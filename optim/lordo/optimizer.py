@@ -131,10 +131,8 @@ class LoRDO(LocalSteps):
             )
             rate = REDUCED_LR["mean"] if rate is None else rate
             groups.append(LocalGroup(name, inner, rate, decay, how, error_feedback))
-        names = [name for name, _ in model.named_parameters()]
         super().__init__(
             groups,
-            order={name: index for index, name in enumerate(names)},
             local_steps=local_steps,
             outer=outer,
             outer_lr=outer_lr,

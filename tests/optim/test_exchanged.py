@@ -54,14 +54,17 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 # ---------------------------------------------------------------------- layout
 
 
-def test_majority_buckets_come_first_each_by_name() -> None:
+def test_majority_buckets_come_first_each_as_backward_makes_gradients() -> None:
     table = SignMuon(Model(), vectors="mean").table
-    rows = [(bucket.name, bucket.reduce) for bucket in table.buckets]
+    rows = [
+        (bucket.name, bucket.reduce, number)
+        for bucket, number in zip(table.buckets, table.numbers, strict=True)
+    ]
     assert rows == [
-        ("alpha.weight", "majority"),
-        ("embedding.weight", "majority"),
-        ("zeta.weight", "majority"),
-        ("[vectors]", "mean"),
+        ("alpha.weight", "majority", 0),
+        ("zeta.weight", "majority", 2),
+        ("embedding.weight", "majority", 1),
+        ("[vectors]", "mean", 3),
     ]
     vectors = table.buckets[-1]
     assert [member.name for member in vectors.members] == [
@@ -72,23 +75,26 @@ def test_majority_buckets_come_first_each_by_name() -> None:
     ]
     assert vectors.elements == 6 + 6 + 6 + 10
     voted = SignMuon(Model()).table
-    assert [bucket.name for bucket in voted.buckets] == [
-        "[vectors]",
-        "alpha.weight",
-        "embedding.weight",
-        "zeta.weight",
-    ]
+    assert dict(zip([bucket.name for bucket in voted.buckets], voted.numbers, strict=True)) == {
+        "[vectors]": 0,
+        "alpha.weight": 1,
+        "embedding.weight": 2,
+        "zeta.weight": 3,
+    }
     assert voted.nbytes == 4 * LINE_BYTES
     assert voted.elements == sum(p.numel() for p in Model().parameters())
 
 
-def test_the_table_does_not_depend_on_registration_order() -> None:
+def test_numbers_do_not_depend_on_registration_order() -> None:
     class Reordered(Model):
         def __init__(self) -> None:
             super().__init__()
             self._modules = dict(reversed(self._modules.items()))
 
-    assert SignMuon(Reordered()).table.digest == SignMuon(Model()).table.digest
+    one, other = SignMuon(Model()).table, SignMuon(Reordered()).table
+    assert dict(zip(one.buckets, one.numbers, strict=True)) == dict(
+        zip(other.buckets, other.numbers, strict=True)
+    )
     assert BucketTable.from_json(SignMuon(Model()).table.to_json()).digest == SignMuon(Model()).table.digest
 
 

@@ -16,14 +16,12 @@ from optim.local.fragments import split
 from optim.local.outer import OuterStep, decay_factor, outer_reference
 from optim.roles import classify
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize("outer", ["average", "sgd", "nesterov"])
 def test_the_outer_step_is_that_of_the_papers(outer) -> None:
     generator = torch.Generator().manual_seed(0)
     step = OuterStep(outer, 0.7, 0.9)
-    step.add_bucket("w", 50, CPU)
+    step.add_bucket("w", 50)
     shared, momentum = torch.randn(50, generator=generator), torch.zeros(50)
     ours = shared.clone()
     for _ in range(4):
@@ -58,7 +56,7 @@ def test_decay_of_several_steps() -> None:
 class TestErrorFeedback:
     def setup_method(self) -> None:
         self.feedback = ErrorFeedback()
-        self.feedback.add_bucket("w", 3, CPU)
+        self.feedback.add_bucket("w", 3)
         self.error = self.feedback.errors["w"]
 
     def propose(self, *delta: float) -> torch.Tensor:
@@ -124,13 +122,6 @@ def test_the_anchor_is_a_copy_and_gives_differences() -> None:
     anchor.merge(vectors[1], 0.25)
     anchor.restore(vectors[0])
     assert all(torch.equal(role.parameter, before[role.name]) for role in vectors)
-
-
-@pytest.mark.parametrize("device", ["meta"])
-def test_an_anchor_of_parameters_without_storage_takes_none(device) -> None:
-    with torch.device(device):
-        net = nn.Linear(1 << 20, 1 << 20)
-    assert all(tensor.is_meta for tensor in Anchor(classify(net)).tensors.values())
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.data())

@@ -125,17 +125,24 @@ def test_options_that_make_no_sense(options, words) -> None:
 def test_the_table() -> None:
     net = model()
     table = build_method(MethodConfig(name="muloco-1bit", embedding_codec="vote-row"), net).tables.of(0)
-    rows = [(bucket.name, bucket.reduce, bucket.codec, bucket.elements) for bucket in table.buckets]
-    assert rows == [
-        ("0.weight", "majority", "fp32", 192),
-        ("1.weight", "majority", "fp32", 240),
-        ("3.weight", "majority", "fp32", 360),
-        ("5.weight", "majority", "fp32", 216),
-        ("6.weight", "majority", "fp32", 192),
-        ("[scales]", "mean", "fp32", 16 + 16 + 3),
-        ("[vectors]", "mean", "fp32", 20 + 20 + 20 + 12),
+    rows = [
+        (number, bucket.name, bucket.reduce, bucket.codec, bucket.elements)
+        for number, bucket in zip(table.numbers, table.buckets, strict=True)
     ]
-    assert [member.name for member in table.buckets[5].members][:2] == ["0.weight/scale", "1.weight/scale"]
+    assert rows == [
+        (4, "6.weight", "majority", "fp32", 192),
+        (3, "5.weight", "majority", "fp32", 216),
+        (2, "3.weight", "majority", "fp32", 360),
+        (1, "1.weight", "majority", "fp32", 240),
+        (0, "0.weight", "majority", "fp32", 192),
+        (5, "[vectors]", "mean", "fp32", 20 + 20 + 20 + 12),
+        (10, "6.weight/scale", "mean", "fp32", 16),
+        (9, "5.weight/scale", "mean", "fp32", 1),
+        (8, "3.weight/scale", "mean", "fp32", 1),
+        (7, "1.weight/scale", "mean", "fp32", 1),
+        (6, "0.weight/scale", "mean", "fp32", 16),
+    ]
+    assert table.nbytes == 64 * 5 + 320 + 4 * (16 + 1 + 1 + 1 + 16)
 
 
 # ---------------------------------------------------------------------- votes
@@ -193,7 +200,7 @@ def test_a_negative_scale_turns_no_vote_round() -> None:
     before = parameters(node.net)
     payload = node.propose(0)
     table = node.optimizer.tables.of(0)
-    index = [bucket.name for bucket in table.buckets].index("[scales]")
+    index = [bucket.name for bucket in table.buckets].index("3.weight/scale")
     payload[table.offsets[index] : table.offsets[index] + 4].view(torch.float32).fill_(-1.0)
     node.optimizer.apply(0, payload)
     assert same(parameters(node.net), before)

@@ -35,6 +35,9 @@ def tables(draw: st.DrawFn) -> BucketTable:
         else:
             codec, _, result = kind.partition("/")
             buckets.append(Bucket.of(name, "mean", [(name, shape)], codec=codec, result=result or None))
+    for index in range(draw(st.integers(0, 3))):
+        name = f"b{index}/scale"
+        buckets.append(Bucket.of(name, "mean", [(name, (draw(st.integers(1, 40)),))], padded=False))
     rule = draw(st.sampled_from([MeanRule(), MeanRule(clip=2.0), MeanRule(trim=1)]))
     return BucketTable(tuple(buckets), rule)
 

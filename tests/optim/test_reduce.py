@@ -97,7 +97,7 @@ class Coarse(RoundOptimizer):
 
     def __init__(self, parameter: torch.Tensor) -> None:
         bucket = Bucket.of("w", "mean", [("w", tuple(parameter.shape))], codec="fp32", result="2bit")
-        self.tables = TableSchedule((BucketTable((bucket,)),))
+        self.tables = self.lane = TableSchedule((BucketTable((bucket,)),))
         self.codec = codec_of("2bit", bucket.shape)
         super().__init__([parameter])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,25 @@ def test_contributions_and_results_have_layouts_of_their_own() -> None:
 def test_every_bucket_starts_at_a_line() -> None:
     table = mixed()
     assert not any(offset % LINE_BYTES for offset in table.offsets + table.result_offsets)
+
+
+def number(name: str = "v/scale", **fields: Any) -> Bucket:
+    return Bucket.of(name, "mean", [(name, (3,))], padded=False, **fields)
+
+
+def test_single_numbers_lie_side_by_side_at_the_end() -> None:
+    table = BucketTable((vote(), matrix(), number(), number("w/scale")))
+    assert table.offsets == table.result_offsets == (0, 128, 3968, 3980)
+    assert table.nbytes == table.result_nbytes == 3992
+    assert BucketTable.from_json(table.to_json()) == table
+    assert table.part({"v", "w/scale"}).offsets == (0, 128)
+    with pytest.raises(BucketTableError, match="'w' does not start at a line: it comes behind 'v/scale'"):
+        BucketTable((number(), matrix()))
+    for field in ({"codec": "int8"}, {"result": "int8"}):
+        with pytest.raises(BucketTableError, match="only a mean of fp32 goes without padding"):
+            BucketTable((number(**field),))
+    with pytest.raises(BucketTableError, match="only a mean of fp32 goes without padding"):
+        BucketTable((replace(vote(), padded=False),))
 
 
 # ------------------------------------------------------------------ what is refused
@@ -168,11 +188,13 @@ def test_every_field_is_in_the_digest() -> None:
     changed = [
         replace(table, rule=MeanRule(clip=2.0, trim=1)),
         replace(table, rule=MeanRule(clip=3.0, trim=0)),
-        replace(table, buckets=table.buckets[:3]),
+        replace(table, buckets=table.buckets[:3], numbers=()),
+        replace(table, numbers=tuple(reversed(table.numbers))),
         replace(table, buckets=(*table.buckets[:3], replace(vectors, name="[rest]"))),
         replace(table, buckets=(*table.buckets[:3], replace(vectors, reduce="majority"))),
         replace(table, buckets=(*table.buckets[:3], replace(vectors, codec="bf16"))),
         replace(table, buckets=(*table.buckets[:3], replace(vectors, result="bf16"))),
+        replace(table, buckets=(*table.buckets[:3], replace(vectors, padded=False))),
         replace(
             table,
             buckets=(*table.buckets[:3], Bucket.of("[vectors]", "mean", [("a", (6,)), ("c", (3, 2))])),
@@ -196,10 +218,11 @@ def test_every_field_is_in_the_digest() -> None:
         '[[0,0],[["w"]]]',
         '[["x",0],[]]',
         "[[0,1e999],[]]",
-        '[[0,0],[["w","mean",[["x",["y"]]],"fp32","fp32",""]]]',
-        '[[0,0],[["w","mean",[["x",[1e999]]],"fp32","fp32",""]]]',
-        '[[0,0],[["w","mean",7,"fp32","fp32",""]]]',
-        '[[0,0],[["w","mean",[["x",[3]]],"fp33","fp32",""]]]',
+        '[[0,0],[["w","mean",[["x",["y"]]],"fp32","fp32","",true]]]',
+        '[[0,0],[["w","mean",[["x",[1e999]]],"fp32","fp32","",true]]]',
+        '[[0,0],[["w","mean",7,"fp32","fp32","",true]]]',
+        '[[0,0],[["w","mean",[["x",[3]]],"fp33","fp32","",true]]]',
+        '[[0,0],[["w","mean",[["x",[3]]],"fp32","fp32",""]]]',
     ],
 )
 def test_other_json_is_no_table(text: str) -> None:

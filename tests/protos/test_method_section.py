@@ -153,6 +153,13 @@ TORCH = 'name = "diloco"\noptimizer = "torch:SGD"\nlr = 0.1\noptimizer_options =
             "overlap = 32: must be less than the 32 steps of a round; at most 31",
         ),
         ('name = "muloco"\nlocal_steps = 1\noverlap = 1', "leaves nothing to overlap: remove it"),
+        (
+            'name = "muloco"\ndelay = 1',
+            "delay = 1: only methods that exchange in every step can be late by a round, so this is 0; to "
+            "train during the exchange use overlap, for example overlap = 1",
+        ),
+        ('name = "sign-muon"\nlocal_steps = 4\ndelay = 1', "use overlap"),
+        ("delay = 2", "delay = 2"),
         ('name = "lordo"\nfragments = 2', "for fragments use muloco or diloco"),
         ('name = "lordo"\ncodec = "vote"', 'a vote has none; use "1bit" for as few bytes'),
         ('name = "diloco"\ncodec = "int9"', "codec = \"int9\": unknown codec 'int9': use fp32, bf16, int8"),

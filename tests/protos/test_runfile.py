@@ -318,6 +318,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("method", {"name": "muloco", "fragments": 4}),
     ("method", {"name": "muloco", "overlap": 4}),
     ("method", {"name": "muloco", "mix": 0.7}),
+    ("method", {"delay": 1}),
     ("method", {"name": "muloco", "clip": 2.0}),
     ("method", {"name": "muloco", "trim": 1}),
     ("method", {"warmup": 49}),
