@@ -10,8 +10,8 @@ from node.exchange.base import Order
 class Ranks(Protocol):
     """What the worker's loop needs of the other ranks of its node.
 
-    Everything but the attributes is a collective: all ranks call it, in the same order. Each wait has a
-    deadline; a rank that is gone or late makes the others raise
+    Everything but the attributes and :meth:`close` is a collective: all ranks call it, in the same order.
+    Each wait has a deadline; a rank that is gone or late makes the others raise
     :class:`~node.exchange.base.ExchangeError`, which names it and what was waited for.
 
     Attributes:
@@ -37,6 +37,11 @@ class Ranks(Protocol):
         """What every rank gave, by rank; ``what`` it is, for errors."""
         ...
 
+    def close(self, reason: str) -> None:
+        """Leave. Ranks that still wait for an order of the leader end with the leader's ``reason``; safe to
+        call twice."""
+        ...
+
 
 class Alone:
     """A node of one process."""
@@ -56,3 +61,6 @@ class Alone:
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         """``mine`` alone."""
         return [mine]
+
+    def close(self, reason: str) -> None:
+        """Nothing to leave."""

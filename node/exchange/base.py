@@ -7,10 +7,12 @@ The hub (gRPC), the local exchange (world size 1) and later transports all fit h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
+from node.exchange.filling import Filling
 
 
 class ExchangeError(RuntimeError):
@@ -28,6 +30,8 @@ class RoundOrder:
     lease_count: int  # number of samples (sequences)
     evaluate: bool  # measure the validation loss after applying
     result_ready: bool  # committed already without us: fetch and apply, do not compute
+    frontier: int = 0  # first global sample index behind all leases of the run, this round's included
+    generation: int = field(default=0, compare=False)  # of the session's stream that brought the order
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class LoadOrder:
 
     transfer: str
     round: int
+    frontier: int = 0  # first global sample index behind all leases of the run
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,9 @@ Order = RoundOrder | DonateOrder | LoadOrder | StopOrder
 class RoundResult:
     """A committed round as every node sees it.
 
-    ``payload`` is uint8[tables.of(round).result_nbytes] on the CPU, valid until the next call of
-    :meth:`Exchange.reduce`; ``None`` for a round without voters.
+    ``payload`` is uint8[lane.of(round).result_nbytes] on the CPU, valid until the next call of
+    :meth:`Lane.reduce`; ``None`` for a round without voters. The lane is the whole of the round's table, but
+    for the ranks of an island: each has the buckets that it holds, and none is allowed.
     """
 
     round: int
@@ -77,7 +83,10 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class WorkReport:
-    """What a worker tells after a round; units as in the message ``Report`` of atoll.proto."""
+    """What a worker tells after a round; units as in the message ``Report`` of atoll.proto.
+
+    ``bytes_up`` and ``bytes_down`` are of all lanes of the node; 0: as the exchange itself has counted.
+    """
 
     round: int
     state_digest: str
@@ -87,25 +96,46 @@ class WorkReport:
     busy_seconds: float
     validation_loss: float | None = None
     bits_per_byte: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
 
 
-class Exchange(Protocol):
-    """What the worker loop needs of a transport.
+class Lane(Protocol):
+    """What every rank of a node needs of a transport: its own lane to whoever reduces.
 
     Calls block with a deadline and raise :class:`ExchangeError`.
     """
 
-    def next_order(self) -> Order:
-        """Wait for what to do next."""
-        ...
-
     def reduce(
-        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
+        self,
+        order: RoundOrder,
+        payload: torch.Tensor | None,
+        abstain_reason: str = "",
+        filling: Filling | None = None,
     ) -> RoundResult:
         """Contribute ``payload`` and wait for the commit; may be called in another thread than the others.
 
-        ``payload`` is uint8[tables.of(round).nbytes] on the CPU; ``None``: abstain, or catch up.
+        ``payload`` is uint8[lane.of(round).nbytes] on the CPU; ``None``: abstain, or catch up. With a
+        ``filling``, of as many bytes, the payload is still being written: what is final is sent at once, the
+        contribution counts once it has been finished, and if it turns out not to be usable, the node
+        abstains for the reason given there.
         """
+        ...
+
+    def bytes_counted(self) -> tuple[int, int]:
+        """Bytes sent and received at the transport so far, framing included."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Leave cleanly, and end a :meth:`reduce` that another thread waits in; safe to call twice."""
+        ...
+
+
+class Exchange(Lane, Protocol):
+    """What the worker loop of a node, or of the rank that leads it, needs of a transport."""
+
+    def next_order(self) -> Order:
+        """Wait for what to do next."""
         ...
 
     def report(self, report: WorkReport) -> None:
@@ -127,12 +157,4 @@ class Exchange(Protocol):
     def reducer_tensors(self) -> dict[str, torch.Tensor]:
         """What the reduction carries from round to round, for this node's checkpoint; empty unless it is made
         here."""
-        ...
-
-    def bytes_counted(self) -> tuple[int, int]:
-        """Bytes sent and received at the transport so far, framing included."""
-        ...
-
-    def close(self, reason: str) -> None:
-        """Leave cleanly, and end a :meth:`reduce` that another thread waits in; safe to call twice."""
         ...

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from node.exchange.base import DonateOrder, LoadOrder
+from node.exchange.filling import Filling
 from node.exchange.link import Call, Link
 from node.exchange.result import ResultAssembly
 from node.exchange.retry import within
@@ -30,16 +31,20 @@ from node.exchange.tensor_bytes import (
 from node.exchange.trouble import Kind, TransferError, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
+from protos.buckets import LINE_BYTES
 
 _STATUS_SECONDS: Final = 5.0
+_LEAST_BYTES: Final = 64 << 10  # of a chunk, but for the last: a payload that fills slowly costs few frames
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a node brings to a round: the header, and the payload's memory (``None``: it abstains)."""
+    """What a rank brings to a round: the header, the payload's memory (``None``: it abstains), and, if it is
+    still being written, how far."""
 
     header: pb.ContributionHeader
     payload: memoryview | None
+    filling: Filling | None = None
 
 
 async def contribute(
@@ -56,44 +61,51 @@ async def contribute(
 
     Raises:
         Trouble: the call failed or was refused, the stream ended early, or the result is damaged.
+        Withdrawn: the payload's filling has ended without one.
     """
-    assembly = ResultAssembly(into, contribution.header.round)
     call = link.exchange(secret)
     over = asyncio.Event()
     upload = asyncio.ensure_future(_upload(call, contribution, over, on_sent))
+    download = asyncio.ensure_future(_download(link, call, ResultAssembly(into, contribution.header.round)))
     committed = False
     try:
-        while True:
-            message = await call.read()
-            if not isinstance(message, bytes):
-                raise Trouble(
-                    Kind.CUT,
-                    f"the coordinator at {link.address} ended round {assembly.round + 1} without a commit",
-                )
-            commit = assembly.add(message)
-            if commit is not None:
-                committed = True
-                over.set()
+        await asyncio.wait({upload, download}, return_when=asyncio.FIRST_COMPLETED)
+        if not download.done():
+            upload.result()
+        commit = await download
+        committed = True
+        over.set()
+        return commit
+    finally:
+        _retire(call, (upload, download), committed)
+
+
+async def _download(link: Link, call: Call, assembly: ResultAssembly) -> pb.Commit:
+    try:
+        while isinstance(message := await call.read(), bytes):
+            if (commit := assembly.add(message)) is not None:
                 return commit
     except aio.AioRpcError as error:
         raise link.trouble(error, link.limits.round) from None
-    finally:
-        _retire(call, upload, committed)
+    raise Trouble(
+        Kind.CUT, f"the coordinator at {link.address} ended round {assembly.round + 1} without a commit"
+    )
 
 
-_RETIRING: set[asyncio.Future[None]] = set()  # asyncio itself holds tasks weakly
+_RETIRING: set[asyncio.Future[Any]] = set()  # asyncio itself holds tasks weakly
 
 
-def _retire(call: Call, upload: asyncio.Future[None], committed: bool) -> None:
+def _retire(call: Call, tasks: tuple[asyncio.Future[Any], ...], committed: bool) -> None:
     """Let the status that follows a commit arrive, without keeping the next round waiting for it."""
 
     async def drain() -> None:
         if committed:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(call.code(), _STATUS_SECONDS)
-        upload.cancel()
+        for task in tasks:
+            task.cancel()
         call.cancel()
-        await asyncio.gather(upload, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     task = asyncio.ensure_future(drain())
     _RETIRING.add(task)
@@ -106,23 +118,48 @@ async def _upload(
     """Write the frames. If the call ends meanwhile, its reader learns why; here that is no error.
 
     Once the round is ``over``, the rest of a late payload is of no use and is left out.
+
+    Raises:
+        Withdrawn: see :meth:`Filling.until`.
     """
-    payload = contribution.payload
+    payload, filling = contribution.payload, contribution.filling
     hasher = xxhash.xxh3_128()
     with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(wire.encode_frame(wire.HEADER, contribution.header.SerializeToString()))
+        offset, end = 0, 0 if payload is None else len(payload)
+        while payload is not None and offset < end:
+            final = await _final(filling, min(offset + _LEAST_BYTES, end), end, over)
+            if over.is_set():
+                break
+            chunk = payload[offset : min(offset + wire.CHUNK_BYTES, final)]
+            hasher.update(chunk)
+            await call.write(wire.encode_frame(wire.CHUNK, chunk, offset=offset))
+            offset += len(chunk)
         if payload is not None:
-            for offset in range(0, len(payload), wire.CHUNK_BYTES):
-                if over.is_set():
-                    break
-                chunk = payload[offset : offset + wire.CHUNK_BYTES]
-                hasher.update(chunk)
-                await call.write(wire.encode_frame(wire.CHUNK, chunk, offset=offset))
+            await _final(filling, end + 1, end, over)
         if not over.is_set():
             on_sent()
-        end = pb.ContributionEnd(payload_digest=hasher.hexdigest())
-        await call.write(wire.encode_frame(wire.END, end.SerializeToString()))
+        trailer = pb.ContributionEnd(payload_digest=hasher.hexdigest())
+        await call.write(wire.encode_frame(wire.END, trailer.SerializeToString()))
         await call.done_writing()
+
+
+async def _final(filling: Filling | None, nbytes: int, end: int, over: asyncio.Event) -> int:
+    """Wait until ``nbytes`` of a payload of ``end`` bytes are final, or the round is over; how many may be
+    sent, in whole lines."""
+    if filling is None or over.is_set():
+        return end
+    if filling.finished or filling.final >= nbytes:
+        final = await filling.until(nbytes)
+    else:
+        tasks = [asyncio.ensure_future(filling.until(nbytes)), asyncio.ensure_future(over.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            final = tasks[0].result() if tasks[0].done() else 0
+        finally:
+            for task in tasks:
+                task.cancel()
+    return final if final == end else final - final % LINE_BYTES
 
 
 async def put_state(

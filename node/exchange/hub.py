@@ -6,7 +6,6 @@ may be interrupted by Ctrl-C.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 from collections.abc import Coroutine, Mapping
@@ -23,16 +22,17 @@ from node.exchange.base import (
     RoundResult,
     WorkReport,
 )
-from node.exchange.bulk import Contribution, contribute, get_state, put_state
+from node.exchange.bulk import get_state, put_state
+from node.exchange.contributor import Contributor
+from node.exchange.filling import Filling
 from node.exchange.link import Limits, Link
 from node.exchange.meter import Meter
 from node.exchange.network import process_network
+from node.exchange.news import Publish
 from node.exchange.retry import Patience, Say, Timing, persist
 from node.exchange.session import Admission, Claim, Session
-from node.exchange.tensor_bytes import byte_view
-from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
-from protos.buckets import BucketTable, TableSchedule
+from protos.buckets import TableSchedule
 from protos.invite import Invite
 
 T = TypeVar("T")
@@ -51,11 +51,12 @@ class HubExchange:
         meter: counts bytes.
         limits: deadlines.
         timing: clock, sleep and randomness of retries.
+        publish: receives what the other ranks of an island need to know of the session, whenever it changes;
+            called from the network thread, must not block.
 
     Attributes:
         address: of the coordinator.
         meter: the byte counters.
-        sent_at: when the last payload had been handed to the transport, in monotonic seconds.
     """
 
     def __init__(
@@ -66,18 +67,15 @@ class HubExchange:
         meter: Meter | None = None,
         limits: Limits | None = None,
         timing: Timing | None = None,
+        publish: Publish = lambda news: None,
     ) -> None:
         self.meter = meter or Meter()
         self.address = invite.address
-        self.sent_at = math.nan
         self._timing = timing or Timing()
         self._say = say
-        self._claim: Claim | None = None
-        self._tables: TableSchedule | None = None
-        self._result = torch.empty(0, dtype=torch.uint8)
-        self._reducing: asyncio.Future[pb.Commit] | None = None
-        self._sent_round, self._sent_as = -1, set[str]()  # the last payload: its round, our names in it
+        self._contributor: Contributor | None = None
         self._closed = False
+        self._publish = publish
         self._network = process_network().open()
         self._link = Link(invite, self.meter, limits or Limits())
         self._session = self._network.call(self._open(), self.limits.call, "opening the channels")
@@ -93,7 +91,12 @@ class HubExchange:
 
     async def _open(self) -> Session:
         self._link.open()
-        return Session(self._link, self._timing, self._say)
+        return Session(self._link, self._timing, self._say, self._publish)
+
+    @property
+    def sent_at(self) -> float:
+        """When the last payload had been handed to the transport, in monotonic seconds."""
+        return math.nan if self._contributor is None else self._contributor.sent_at
 
     # ------------------------------------------------------------------------------- admission
 
@@ -108,18 +111,27 @@ class HubExchange:
             persist(self._link.get_run, patience), self._bound(self.limits.wait), "asking what run this is"
         )
 
-    def join(self, claim: Claim, tables: TableSchedule) -> Admission:
+    def join(self, claim: Claim, tables: TableSchedule, lane: TableSchedule | None = None) -> Admission:
         """Ask for admission and take up the session.
 
         Args:
             claim: what this node is.
             tables: what travels, round by round.
+            lane: the part of it that this rank carries, if the node is an island whose other ranks carry the
+                rest, each by a :class:`~node.exchange.lane.LaneExchange`.
 
         Raises:
             ExchangeError: refused; the text is the coordinator's.
         """
-        self._claim, self._tables = claim, tables
-        self._result = torch.empty(tables.result_nbytes, dtype=torch.uint8)
+        self._contributor = Contributor(
+            self._link,
+            self._session,
+            tables=tables,
+            lane=lane,
+            weight=claim.weight,
+            timing=self._timing,
+            say=self._say,
+        )
         return self._call(
             self._session.join(claim, self.limits.wait), self._bound(self.limits.wait), "joining the run"
         )
@@ -144,113 +156,25 @@ class HubExchange:
         )
 
     def reduce(
-        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
+        self,
+        order: RoundOrder,
+        payload: torch.Tensor | None,
+        abstain_reason: str = "",
+        filling: Filling | None = None,
     ) -> RoundResult:
-        """See :class:`node.exchange.base.Exchange`. Broken connections are retried with the same payload.
+        """See :class:`node.exchange.base.Lane`. Broken connections are retried with the same payload.
 
         Raises:
             RoundLost: the round went on without this node, which stays in the run.
             ExchangeError: refused even as an abstention, or the coordinator is gone for good.
         """
-        table = self._table(order.round)
-        if payload is not None and (payload.dtype is not torch.uint8 or payload.numel() != table.nbytes):
-            raise ValueError(
-                f"the payload of round {order.round + 1} must be uint8[{table.nbytes}], not "
-                f"{payload.dtype}{list(payload.shape)}"
-            )
-        memory = None if payload is None else byte_view(payload)
-        if memory is not None or order.round != self._sent_round:
-            self._sent_round, self._sent_as = order.round, set()
-        result = self._result[: table.result_nbytes]
-        commit = self._call(
-            self._reduce(order, memory, byte_view(result), abstain_reason),
+        contributor = self._contributor
+        assert contributor is not None, "join comes first"
+        contributor.check(order, payload, filling)
+        return self._call(
+            contributor.reduce(order, payload, abstain_reason, filling),
             self.limits.round + self.limits.reconnect + _SLACK_SECONDS,
             f"round {order.round + 1}",
-        )
-        return RoundResult(
-            round=order.round,
-            payload=result if commit.nbytes else None,
-            voters=tuple(commit.voters),
-            weights=tuple(commit.weights),
-            # A node that is cut off and comes back has another name; what it sent before counts all the same.
-            counted=commit.counted
-            or bool((self._sent_as - {self._session.node}).intersection(commit.voters)),
-            agreement=commit.agreement,
-            reason=commit.reason,
-        )
-
-    def _table(self, round_index: int) -> BucketTable:
-        assert self._tables is not None, "join comes first"
-        return self._tables.of(round_index)
-
-    async def _reduce(
-        self, order: RoundOrder, memory: memoryview | None, into: memoryview, reason: str
-    ) -> pb.Commit:
-        work = self._reducing = asyncio.ensure_future(self._contribute(order, memory, into, reason))
-        halt = asyncio.ensure_future(self._session.halted.wait())
-        try:
-            await asyncio.wait({work, halt}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise RoundLost(f"round {order.round + 1} was broken off: this node has been told to stop")
-            return await work
-        finally:
-            work.cancel()
-            halt.cancel()
-
-    async def _contribute(
-        self, order: RoundOrder, memory: memoryview | None, into: memoryview, reason: str
-    ) -> pb.Commit:
-        session = self._session
-        patience = Patience(
-            f"the commit of round {order.round + 1}", self.limits.reconnect, self._timing, self._say
-        )
-        hidden = False
-        while True:
-            if session.order_generation != session.generation:
-                order = await session.offered_again(order)
-            contribution = Contribution(self._header(order, memory, reason), memory)
-            if memory is not None:
-                self._sent_as.add(session.node)
-            try:
-                return await contribute(self._link, session.secret, contribution, into, self._mark_sent)
-            except Trouble as trouble:
-                if self._cut_off(trouble):
-                    self._say(f"cut off in round {order.round + 1}: {trouble}")
-                    order = await session.offered_again(order)
-                elif trouble.kind is Kind.REFUSED and memory is not None:
-                    self._say(
-                        f"the contribution to round {order.round + 1} was refused: {trouble}; "
-                        "fetching the result"
-                    )
-                    memory, reason = None, "its contribution was refused"
-                elif trouble.kind is Kind.HIDDEN and not hidden:
-                    hidden = True
-                elif trouble.kind is Kind.HIDDEN:
-                    # Too late or refused. An abstention is so short that the answer gets through.
-                    memory, reason = None, "its contribution was not taken"
-                    await patience.endure(trouble)
-                else:
-                    await patience.endure(trouble)
-
-    def _cut_off(self, trouble: Trouble) -> bool:
-        """Whether the stream that brought the order is gone, or soon will be, as the session is unknown."""
-        session = self._session
-        stale = session.generation != session.order_generation or not session.connected
-        return stale or trouble.kind is Kind.SESSION_UNKNOWN
-
-    def _mark_sent(self) -> None:
-        self.sent_at = self._timing.now()
-
-    def _header(self, order: RoundOrder, memory: memoryview | None, reason: str) -> pb.ContributionHeader:
-        assert self._claim is not None, "join comes first"
-        return pb.ContributionHeader(
-            round=order.round,
-            epoch=order.epoch,
-            table_digest=self._table(order.round).digest,
-            nbytes=0 if memory is None else len(memory),
-            weight=self._claim.weight,
-            abstain=memory is None,
-            reason=reason if memory is None else "",
         )
 
     def report(self, report: WorkReport) -> None:
@@ -265,8 +189,8 @@ class HubExchange:
             bits_per_byte=report.bits_per_byte or 0.0,
             compute_seconds=report.compute_seconds,
             busy_seconds=report.busy_seconds,
-            bytes_up=self.meter.total("up"),
-            bytes_down=self.meter.total("down"),
+            bytes_up=report.bytes_up or self.meter.total("up"),
+            bytes_down=report.bytes_down or self.meter.total("down"),
         )
 
         def send() -> None:
@@ -328,7 +252,7 @@ class HubExchange:
             self._network.close()
 
     async def _close(self, reason: str) -> None:
-        if self._reducing is not None:
-            self._reducing.cancel()
+        if self._contributor is not None:
+            self._contributor.cancel()
         await self._session.leave(reason)
         await self._link.close()

@@ -7,6 +7,8 @@ another node; alone, they would make the same node fail again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Final
 
 import torch
 
@@ -20,21 +22,25 @@ from node.exchange.base import (
     StopOrder,
     WorkReport,
 )
+from node.exchange.filling import Filling
 from optim.mean import F32
 from optim.reduce import SingleNode
 from protos.buckets import TableSchedule
+
+_FILLING_SECONDS: Final = 3600.0  # that a payload may take from the call on
 
 
 class LocalExchange:
     """World size 1: the coordinator's reduction of one contribution.
 
     Args:
-        tables: what would travel, round by round.
+        tables: what would travel, round by round; for a rank of an island its lane.
         rounds: of the run.
         batch: samples a micro-step.
         micro_steps: of a round.
         evaluate_every: rounds between validation losses; 0 measures in the last round only.
         start: first round, for a run that is resumed.
+        samples: first global sample index behind all that the run had leased before, to other nodes perhaps.
         node: the node's name in the results.
         reducer: :meth:`reducer_tensors` of an exchange that is to be continued.
     """
@@ -48,6 +54,7 @@ class LocalExchange:
         micro_steps: Callable[[int], int] = lambda round_index: 1,
         evaluate_every: int = 0,
         start: int = 0,
+        samples: int = 0,
         node: str = "node-0",
         reducer: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
@@ -57,6 +64,8 @@ class LocalExchange:
             raise ValueError(f"a micro-step reads at least one sample, not {batch}")
         self._reduction = SingleNode()
         self._reduction.memory.load({name: tensor.numpy() for name, tensor in (reducer or {}).items()})
+        self._filling: Filling | None = None  # the last one
+        self._closed = False
         self._before: dict[str, F32] | None = None  # its memory, until the round's result is applied
         self._tables = tables
         self._rounds = rounds
@@ -64,7 +73,7 @@ class LocalExchange:
         self._micro_steps = micro_steps
         self._evaluate_every = evaluate_every
         self._next = start
-        self._sample = batch * sum(map(micro_steps, range(start)))
+        self._sample = max(samples, batch * sum(map(micro_steps, range(start))))
         self._node = node
 
     def next_order(self) -> Order:
@@ -81,14 +90,33 @@ class LocalExchange:
             lease_count=self._batch * self._micro_steps(self._next),
             evaluate=last or bool(self._evaluate_every and (self._next + 1) % self._evaluate_every == 0),
             result_ready=False,
+            frontier=self._sample + self._batch * self._micro_steps(self._next),
         )
 
     def reduce(
-        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
+        self,
+        order: RoundOrder,
+        payload: torch.Tensor | None,
+        abstain_reason: str = "",
+        filling: Filling | None = None,
     ) -> RoundResult:
-        """What the payload alone is reduced to; without one, a round without voters."""
+        """What the payload alone is reduced to, once it is there; without one, a round without voters."""
         if order.round != self._next:
             raise ExchangeError(f"round {order.round} was contributed to, round {self._next} is open")
+        if payload is not None and filling is not None:
+            self._filling = filling
+            if self._closed:
+                filling.finish(False)
+            try:
+                usable = filling.wait(_FILLING_SECONDS)
+            except FutureTimeoutError:
+                raise ExchangeError(
+                    f"the payload of round {order.round + 1} was not finished in {_FILLING_SECONDS:g} s"
+                ) from None
+            if self._closed:
+                raise ExchangeError(f"round {order.round + 1} was cut short: the exchange has been closed")
+            if not usable:
+                payload, abstain_reason = None, filling.reason
         self._before = self._reduction.memory.arrays()
         self._sample += order.lease_count
         self._next += 1
@@ -141,4 +169,7 @@ class LocalExchange:
         return 0, 0
 
     def close(self, reason: str) -> None:
-        """Nothing to end."""
+        """See :class:`node.exchange.base.Lane`."""
+        self._closed = True
+        if self._filling is not None:
+            self._filling.finish(False, reason)

@@ -11,6 +11,7 @@ from grpc import aio
 
 from node.exchange.base import DonateOrder, ExchangeError, LoadOrder, Order, RoundOrder, StopOrder
 from node.exchange.link import Call, Link
+from node.exchange.news import MAX_FAILURE, Publish, SessionNews
 from node.exchange.retry import Patience, Say, Timing, persist
 from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
@@ -31,6 +32,9 @@ class Claim:
     state_digest: str
     round: int
     weight: int
+    ranks: int = 1
+    batch: int = 0  # samples of a micro-step; 0: as the run file says
+    samples: int = 0  # first global sample index behind all that the run had leased
 
     def request(self) -> pb.JoinRequest:
         """The message."""
@@ -44,6 +48,9 @@ class Claim:
             state_digest=self.state_digest,
             round=self.round,
             weight=self.weight,
+            ranks=self.ranks,
+            batch=self.batch,
+            samples=self.samples,
         )
 
 
@@ -64,12 +71,14 @@ class Session:
         link: opened.
         timing: clock, sleep and randomness of the reconnects.
         say: receives what is waited for.
+        publish: receives what other ranks of the node need to know, whenever it changes; must not block.
     """
 
-    def __init__(self, link: Link, timing: Timing, say: Say) -> None:
+    def __init__(self, link: Link, timing: Timing, say: Say, publish: Publish = lambda news: None) -> None:
         self._link = link
         self._timing = timing
         self._say = say
+        self._publish = publish
         self._claim: Claim | None = None
         self._admission: Admission | None = None
         self._orders: deque[Order] = deque()
@@ -80,9 +89,9 @@ class Session:
         self._leaving = False
         self._stopped = False
         self._heard = False  # anything on the present stream
+        self._first: Order | None = None  # of the present stream
         self._task: asyncio.Task[None] | None = None
         self.generation = 0  # of the stream: grows with every reconnect
-        self.order_generation = 0  # of the stream that brought the last order
         self.connected = False
         self.halted = asyncio.Event()  # ordered to leave before the run's end, or given up
 
@@ -127,12 +136,16 @@ class Session:
             if self._failure is not None:
                 raise self._failure
             await self._something_new()
-        self.order_generation = self.generation
         return self._orders.popleft()
 
     async def _something_new(self) -> None:
         self._news.clear()
         await self._news.wait()
+
+    async def confirmed(self, order: RoundOrder) -> RoundOrder:
+        """``order``, if the stream that brought it still is the present one; else see
+        :meth:`offered_again`."""
+        return order if order.generation == self.generation else await self.offered_again(order)
 
     async def offered_again(self, order: RoundOrder) -> RoundOrder:
         """After the stream that brought ``order`` has ended: wait until its round is open to us again.
@@ -141,7 +154,7 @@ class Session:
             RoundLost: the coordinator has something else for this node, which :meth:`next_order` will return.
             ExchangeError: the session has failed for good.
         """
-        while self.generation == self.order_generation and self._failure is None:
+        while self.generation == order.generation and self._failure is None:
             await self._something_new()
         following = await self.next_order()
         if isinstance(following, RoundOrder) and following.round == order.round:
@@ -198,16 +211,16 @@ class Session:
         except ExchangeError as failure:
             self._failure = failure
             self.halted.set()
-            self._news.set()
+            self._tell()
 
     async def _stream(self, admission: Admission) -> bool:
         """One stream from its start to its end; True if it ended as it should."""
         call = self._link.session(admission.session)
         self._orders.clear()
-        self._heard = False
+        self._heard, self._first = False, None
         self.generation += 1
         self.connected = True
-        self._news.set()
+        self._tell()
         writer = asyncio.ensure_future(self._write(call, admission.heartbeat_seconds))
         try:
             while isinstance(message := await call.read(), pb.CoordinatorMessage):
@@ -217,6 +230,7 @@ class Session:
                 raise self._link.trouble(error, 0.0) from None
         finally:
             self.connected = False
+            self._tell()
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -226,7 +240,7 @@ class Session:
             )
         # Not a halt: after a stop that says "done" the last commit may still be on its way.
         self._failure = ExchangeError(f"the coordinator at {self._link.address} has ended the session")
-        self._news.set()
+        self._tell()
         return True
 
     @property
@@ -256,18 +270,40 @@ class Session:
 
     def _take(self, message: pb.CoordinatorMessage) -> None:
         self._heard = True
-        order = _order(message)
+        order = _order(message, self.generation)
         if order is None:
             return
         if isinstance(order, StopOrder):
             self._stopped = True
             if not order.done:
                 self.halted.set()
+        elif isinstance(order, (RoundOrder, LoadOrder)) and self._claim is not None:
+            self._claim = replace(self._claim, samples=max(self._claim.samples, order.frontier))
         self._orders.append(order)
+        first, self._first = self._first, self._first or order
+        if first is None or self.halted.is_set():
+            self._tell()
         self._news.set()
 
+    def _tell(self) -> None:
+        """Something has changed: wake who waits here, and publish."""
+        self._news.set()
+        first = self._first
+        self._publish(
+            SessionNews(
+                secret=self.secret,
+                node=self.node,
+                generation=self.generation,
+                connected=self.connected,
+                ordered=first is not None,
+                opened=(first.round, first.epoch) if isinstance(first, RoundOrder) else None,
+                halted=self.halted.is_set(),
+                failure="" if self._failure is None else str(self._failure)[:MAX_FAILURE],
+            )
+        )
 
-def _order(message: pb.CoordinatorMessage) -> Order | None:
+
+def _order(message: pb.CoordinatorMessage, generation: int) -> Order | None:
     """The order in a message; ``None`` for a kind that a later version may have added."""
     kind = message.WhichOneof("kind")
     if kind == "round_open":
@@ -280,11 +316,14 @@ def _order(message: pb.CoordinatorMessage) -> Order | None:
             lease_count=opened.lease_count,
             evaluate=opened.evaluate,
             result_ready=opened.result_ready,
+            frontier=opened.frontier,
+            generation=generation,
         )
     if kind == "donate":
         return DonateOrder(message.donate.transfer, message.donate.round)
     if kind == "load_state":
-        return LoadOrder(message.load_state.transfer, message.load_state.round)
+        load = message.load_state
+        return LoadOrder(load.transfer, load.round, load.frontier)
     if kind == "stop":
         return StopOrder(message.stop.done, message.stop.reason, message.stop.evaluate)
     return None

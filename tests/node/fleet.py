@@ -34,7 +34,7 @@ TIMING = Timing(backoff=Backoff(first=0.01, cap=0.1))
 class Coordinator:
     """The real service in a thread."""
 
-    def __init__(self, run: RunFile, tables: TableSchedule) -> None:
+    def __init__(self, run: RunFile, tables: TableSchedule, nodes: int | None = None) -> None:
         self._started: Future[Started] = Future()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1)
@@ -46,6 +46,7 @@ class Coordinator:
             listen=Address("127.0.0.1", 0),
             on_started=self._started.set_result,
             stop_event=self._stop,
+            nodes=nodes,
         )
         self.outcome.add_done_callback(self._failed)
         self.invite = Invite(TOKEN, "127.0.0.1", self._started.result(DEADLINE).address.port)
@@ -67,8 +68,8 @@ class Fleet:
         self._coordinators: list[Coordinator] = []
         self.pool = ThreadPoolExecutor(8)
 
-    def coordinator(self, run: RunFile, tables: TableSchedule) -> Coordinator:
-        self._coordinators.append(Coordinator(run, tables))
+    def coordinator(self, run: RunFile, tables: TableSchedule, nodes: int | None = None) -> Coordinator:
+        self._coordinators.append(Coordinator(run, tables, nodes))
         return self._coordinators[-1]
 
     def close(self) -> None:

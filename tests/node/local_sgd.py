@@ -34,7 +34,7 @@ class LocalSgd(RoundOptimizer):
         super().__init__([{"params": list(self._named.values()), "lr": RATE}])
         self._steps, self._send_after, self._mix = steps, send_after or steps, mix
         bucket = Bucket.of("all", "mean", [(name, tuple(p.shape)) for name, p in self._named.items()])
-        self.tables = TableSchedule((BucketTable((bucket,)),))
+        self.tables = self.lane = TableSchedule((BucketTable((bucket,)),))
         self._members = {member.name: member for member in bucket.members}
         self._anchor = {name: p.detach().clone() for name, p in self._named.items()}
         self._momentum = {name: torch.zeros_like(p) for name, p in self._named.items()}

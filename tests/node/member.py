@@ -12,6 +12,7 @@ from node.checkpoint import Saving, find, load
 from node.data import open_data
 from node.events import Event, Joined, RoundDone
 from node.exchange.base import RoundOrder, RoundResult
+from node.exchange.filling import Filling
 from node.exchange.hub import HubExchange
 from node.exchange.session import Claim
 from node.model import build_model
@@ -39,13 +40,17 @@ class Remembering(HubExchange):
         self.replayed: list[int] = []
 
     def reduce(
-        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
+        self,
+        order: RoundOrder,
+        payload: torch.Tensor | None,
+        abstain_reason: str = "",
+        filling: Filling | None = None,
     ) -> RoundResult:
         if payload is None:
             self.replayed.append(order.round)
         elif not self.errors:
             self.errors = errors_of(self._optimizer.local_tensors())
-        return super().reduce(order, payload, abstain_reason)
+        return super().reduce(order, payload, abstain_reason, filling)
 
 
 class Member:

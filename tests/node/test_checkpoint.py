@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from node import checkpoint
-from node.checkpoint import CheckpointError, Meta, find, load, load_reducer, save
+from node import checkpoint_files
+from node.checkpoint import CheckpointError, Meta, find, load, load_parameters, load_reducer, save
 from protos.digests import state_digest
 
 
@@ -108,20 +108,37 @@ def test_memory_of_the_reduction_comes_back_as_it_was(tmp_path: Path) -> None:
     assert found.keys() == memory.keys() and state_digest(found) == state_digest(memory)
 
     (path / "reducer.safetensors").write_bytes((write(tmp_path, 5) / "local.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"reducer\.safetensors is damaged: its digest is"):
+    with pytest.raises(CheckpointError, match=r"reducer\.safetensors is damaged: it lacks 'basis/w/basis'"):
         load_reducer(path, meta)
     (path / "reducer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"reducer\.safetensors is missing"):
         load_reducer(path, meta)
 
 
-def test_checkpoint_without_a_memory_of_the_reduction(tmp_path: Path) -> None:
+def test_the_model_alone(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
-    text = json.loads((path / "meta.json").read_text())
-    assert text.pop("reducer_digest") == ""  # as in checkpoints of earlier versions
-    (path / "meta.json").write_text(json.dumps(text))
-    meta = load(path, run_digest="abc", shared=shared(2), local=local(2))
-    assert load_reducer(path, meta) == {}
+    mine = {"half": torch.zeros(5, dtype=torch.bfloat16)}
+    assert load_parameters(path, mine).round == 3
+    assert torch.equal(mine["half"], shared(1)["half"])
+    with pytest.raises(CheckpointError, match="lacks 1 tensors of this model, first 'more'"):
+        load_parameters(path, {"more": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"'half' as bfloat16\[5\], this model as float32\[5\]"):
+        load_parameters(path, {"half": torch.zeros(5)})
+
+
+def test_state_that_is_not_the_agreed_one_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the shared state has the digest .*, and should have 0123"):
+        save(
+            tmp_path,
+            round_index=4,
+            run_name="test",
+            run_toml="",
+            run_digest="abc",
+            shared=shared(1),
+            shared_digest="0123",
+            local=local(1),
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_newest_two_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
@@ -158,14 +175,14 @@ def test_full_disk_leaves_the_earlier_checkpoint_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     write(tmp_path, 3)
-    sync = checkpoint._sync
+    sync = checkpoint_files.sync
 
     def full(path: Path) -> None:
         if path.name == failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         sync(path)
 
-    monkeypatch.setattr(checkpoint, "_sync", full)
+    monkeypatch.setattr(checkpoint_files, "sync", full)
     with pytest.raises(
         CheckpointError, match=r"checkpoint of round 4 could not be written .* No space left on device"
     ):
@@ -201,7 +218,11 @@ def test_checkpoint_of_another_run_is_refused_with_both_digests(tmp_path: Path) 
         ),
         ({"more": torch.zeros(1)}, {}, "lacks 1 tensors of this model, first 'more'"),
         ({"half": torch.zeros(5)}, {}, r"'half' as bfloat16\[5\], this model as float32\[5\]"),
-        ({}, {"optimizer/more/momentum_buffer": torch.zeros(1)}, "local.safetensors lacks 1 tensors"),
+        (
+            {},
+            {"optimizer/more/momentum_buffer": torch.zeros(1)},
+            "local state, lacks 1 tensors of this model, first 'optimizer/more/momentum_buffer'",
+        ),
     ],
 )
 def test_checkpoint_of_another_model_is_refused_before_anything_changes(
@@ -215,43 +236,66 @@ def test_checkpoint_of_another_model_is_refused_before_anything_changes(
     assert (state_digest(mine), state_digest(momenta)) == before
 
 
+def test_tensors_that_this_model_does_not_have_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"local state, holds 1 tensors .* first 'optimizer/layer.weight/"
+    ):
+        load(path, run_digest="abc", shared=shared(2), local={})
+    mine = shared(2)
+    del mine["half"]
+    with pytest.raises(CheckpointError, match=r"shared state, holds 1 tensors .* do not have, first 'half'"):
+        load(path, run_digest="abc", shared=mine, local=local(2))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "local.safetensors"])
 def test_damage_is_noticed(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, 1)
     data = bytearray((path / name).read_bytes())
     data[-1] ^= 1
     (path / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{name} is damaged: its digest is .*, meta.json says"):
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: the digest of '.*' is .*, meta.json says"):
         load(path, run_digest="abc", shared=shared(2), local=local(2))
     (path / name).write_bytes(data[:-8])
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: .*; use an earlier checkpoint"):
         load(path, run_digest="abc", shared=shared(2), local=local(2))
     (path / name).unlink()
-    with pytest.raises(CheckpointError, match="cannot be loaded: No such file"):
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
         load(path, run_digest="abc", shared=shared(2), local=local(2))
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "text"),
     [
-        {"format": 2},
-        {"round": -1},
-        {"round": "3"},
-        {"round": True},
-        {"state_digest": 5},
-        {"run_digest": None},
+        ({"format": 1}, "its format is 1, this version of Atoll reads 2"),
+        ({"round": -1}, "round is -1"),
+        ({"round": "3"}, "round is '3'"),
+        ({"round": True}, "round is True"),
+        ({"samples": 1.5}, "samples is 1.5"),
+        ({"state_digest": 5}, "not a text"),
+        ({"state_digest": "0"}, "the digests of its tensors make"),
+        ({"run_digest": None}, "not a text"),
+        ({"local": []}, "local does not list files"),
+        ({"local": {"a.safetensors": 1}}, "local does not list files"),
+        ({"local": {"../a.safetensors": {}}}, "is not the name of a file"),
+        ({"local": {"a.safetensors": {"w": 1}}}, "a digest of a.safetensors is not a text"),
+        ({"local": {"a.safetensors": {"w": ""}, "b.safetensors": {"w": ""}}}, "'w' lies in two files"),
     ],
 )
-def test_description_that_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_description_that_makes_no_sense_is_refused(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
     path = write(tmp_path, 1)
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps({**meta, **change}))
-    with pytest.raises(CheckpointError, match=r"meta.json is not the description of a checkpoint"):
-        Meta.read(path / "meta.json")
+    with pytest.raises(
+        CheckpointError, match=rf"meta.json is not the description of a checkpoint \(.*{text}"
+    ):
+        Meta.read(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}', "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 2}', "\x00"])
 def test_description_that_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "meta.json").write_text(text)
-    with pytest.raises(CheckpointError, match="not the description"):
-        Meta.read(tmp_path / "meta.json")
+    with pytest.raises(CheckpointError, match=r"meta\.json (is not the description|says nothing of 'round')"):
+        Meta.read(tmp_path)

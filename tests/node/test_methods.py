@@ -75,7 +75,8 @@ def resumed_node(run: RunFile, folder: Path, round_index: int) -> Node:
         loaded=optimizer.loaded,
     )
     assert meta.round == round_index
-    node.worker._exchange = alone(run, optimizer, start=round_index, reducer=load_reducer(path, meta))
+    exchange = alone(run, optimizer, start=round_index, reducer=load_reducer(path, meta))
+    node.worker._exchange = node.worker._lane = exchange
     return node
 
 
@@ -89,8 +90,7 @@ def test_resumed_run_equals_the_uninterrupted_one(case: str, stop: int, tmp_path
     whole = Node(run)
     whole.run()
 
-    first = Node(run, saving=Saving(tmp_path))
-    first.worker._exchange = alone(run, first.optimizer, rounds=stop)
+    first = Node(run, saving=Saving(tmp_path), rounds=stop)
     assert first.run().round == stop
     assert [event.round for event in first.of(Saved)] == [stop]
 

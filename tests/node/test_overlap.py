@@ -61,13 +61,11 @@ class InTheBackground:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def reduce(
-        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
-    ) -> RoundResult:
+    def reduce(self, order: RoundOrder, payload: torch.Tensor | None, *rest: Any) -> RoundResult:
         self.started_after.append(self._model.calls)
         self.threads.append(threading.current_thread().name)
         assert self.last.wait(DEADLINE)
-        return self._inner.reduce(order, payload, abstain_reason)
+        return self._inner.reduce(order, payload, *rest)
 
 
 def test_last_micro_steps_run_while_the_exchange_is_on_its_way() -> None:
@@ -118,9 +116,7 @@ def test_interrupt_during_the_overlap_ends_the_run_after_the_round() -> None:
 
 def test_interrupted_wait_of_an_overlap_ends_at_once_and_saves(tmp_path: Path) -> None:
     class Silent(ScriptedExchange):
-        def reduce(
-            self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
-        ) -> RoundResult:
+        def reduce(self, order: RoundOrder, payload: torch.Tensor | None, *rest: Any) -> RoundResult:
             assert waiting.wait(DEADLINE)
             os.kill(os.getpid(), signal.SIGINT)
             assert release.wait(DEADLINE)

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.batches import micro_batches
 from node.clocks import Clocks
 from node.events import Abstained, MicroStep, Notice, RoundDone
 from node.exchange.base import LoadOrder, StopOrder
 from node.metrics import NodeMetrics
-from node.training import NOTICE_SECONDS, PROGRESS_SECONDS, Work, micro_batches
+from node.training import NOTICE_SECONDS, PROGRESS_SECONDS, Work
 from protos.digests import state_digest
 from tests.node.local_sgd import RATE, LocalSgd, local_node, optimizer_of
 from tests.node.tiny import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ from tests.node.tiny import (
     ScriptedExchange,
     TinyData,
     TinyModel,
-    alone,
     equal,
     opened,
     payload_of_round_0,
@@ -97,8 +97,7 @@ def test_resumed_run_equals_the_uninterrupted_one(method: str, tmp_path: Path) -
     whole = Node(run)
     whole.run()
 
-    first = Node(run, saving=Saving(tmp_path))
-    first.worker._exchange = alone(run, first.optimizer, rounds=5)
+    first = Node(run, saving=Saving(tmp_path), rounds=5)
     assert first.run().round == 5
     assert [event.round for event in first.of(Saved)] == [5]
 
@@ -153,10 +152,10 @@ def test_node_abstains_from_a_bad_batch_and_training_goes_on(value: float) -> No
     exchange = node.exchange
     reduce = exchange.reduce
 
-    def spy(order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = "") -> RoundResult:
+    def spy(order: RoundOrder, payload: torch.Tensor | None, *rest: Any) -> RoundResult:
         local = {name: tensor.clone() for name, tensor in node.optimizer.local_tensors().items()}
         before.append((node.parameters(), local))
-        return reduce(order, payload, abstain_reason)
+        return reduce(order, payload, *rest)
 
     exchange.reduce = spy
     summary = node.run()
@@ -253,9 +252,7 @@ def test_interrupted_wait_for_a_commit_saves_the_shared_state_and_tells_of_the_m
     tmp_path: Path,
 ) -> None:
     class Interrupted(ScriptedExchange):
-        def reduce(
-            self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
-        ) -> RoundResult:
+        def reduce(self, order: RoundOrder, payload: torch.Tensor | None, *rest: Any) -> RoundResult:
             assert node.worker.waiting
             raise KeyboardInterrupt
 

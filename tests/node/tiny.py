@@ -19,6 +19,7 @@ from node.exchange.base import (
     StopOrder,
     WorkReport,
 )
+from node.exchange.filling import Filling
 from node.exchange.local import LocalExchange
 from node.worker import Worker
 from optim.methods import build_method
@@ -27,6 +28,7 @@ from optim.schedules import factor
 from protos.runfile import RunFile
 
 VOCAB, CONTEXT, BATCH = 16, 4, 3
+DEADLINE = 60.0
 
 
 class TinyModel(nn.Module):
@@ -107,8 +109,14 @@ class ScriptedExchange:
         return self._orders.pop(0)
 
     def reduce(
-        self, order: RoundOrder, payload: torch.Tensor | None, abstain_reason: str = ""
+        self,
+        order: RoundOrder,
+        payload: torch.Tensor | None,
+        abstain_reason: str = "",
+        filling: Filling | None = None,
     ) -> RoundResult:
+        if filling is not None and not filling.wait(DEADLINE):
+            payload, abstain_reason = None, filling.reason
         self.contributions.append((order.round, None if payload is None else payload.clone(), abstain_reason))
         result = self._results[order.round]
         if isinstance(result, Exception):
@@ -190,7 +198,8 @@ class Node:
             run.method, self.model
         )
         self.events: list[Event] = []
-        self.exchange = exchange or alone(run, self.optimizer, start=start)
+        rounds = options.pop("rounds", None)  # of an exchange that stops early
+        self.exchange = exchange or alone(run, self.optimizer, start=start, rounds=rounds)
         self.worker = Worker(
             run,
             self.model,

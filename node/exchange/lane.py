@@ -1,0 +1,147 @@
+"""The lane exchange: how a rank that does not lead its island takes part in the node's rounds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from node.exchange.base import ExchangeError, RoundOrder, RoundResult
+from node.exchange.contributor import Contributor
+from node.exchange.filling import Filling
+from node.exchange.link import Limits, Link
+from node.exchange.meter import Meter
+from node.exchange.network import process_network
+from node.exchange.news import LaneSession, NewsSource, SessionNews
+from node.exchange.retry import Say, Timing
+from protos.buckets import TableSchedule
+from protos.invite import Invite
+
+_SLACK_SECONDS = 5.0  # of a facade's deadline over the deadlines inside
+
+
+class LaneExchange:
+    """Implements :class:`node.exchange.base.Lane` over gRPC, on a connection of its own, in the name of the
+    session that the leader holds.
+
+    Args:
+        invite: the leader's.
+        news: of the leader's session.
+        tables: of the run, round by round.
+        lane: the part of them that this rank carries; it may be empty.
+        weight: of the node's votes, as the leader has claimed it.
+        say: receives sentences about what is waited for and what was refused; called from the network thread.
+        meter: counts the bytes of this lane.
+        limits: deadlines.
+        timing: clock, sleep and randomness of retries.
+
+    Attributes:
+        address: of the coordinator.
+        meter: the byte counters.
+    """
+
+    def __init__(
+        self,
+        invite: Invite,
+        news: NewsSource,
+        tables: TableSchedule,
+        lane: TableSchedule,
+        *,
+        weight: int = 1,
+        say: Say = lambda text: None,
+        meter: Meter | None = None,
+        limits: Limits | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        self.meter = meter or Meter()
+        self.address = invite.address
+        self._link = Link(invite, self.meter, limits or Limits())
+        self._news = news
+        self._closed = False
+        self._network = process_network().open()
+
+        async def build() -> tuple[LaneSession, Contributor]:
+            self._link.open()
+            session = LaneSession()
+            contributor = Contributor(
+                self._link,
+                session,
+                tables=tables,
+                lane=lane,
+                weight=weight,
+                timing=timing or Timing(),
+                say=say,
+            )
+            return session, contributor
+
+        self._session, self._contributor = self._network.call(
+            build(), self.limits.call, "opening the channel of a lane"
+        )
+        news.follow(self._take, self._fail)
+
+    def _take(self, news: SessionNews) -> None:
+        self._soon(lambda: self._session.take(news))
+
+    def _fail(self, reason: str) -> None:
+        self._soon(lambda: self._session.fail(reason))
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        if not self._closed:
+            self._network.soon(action)
+
+    @property
+    def limits(self) -> Limits:
+        """Deadlines; may be replaced once the run is known."""
+        return self._link.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._link.limits = limits
+
+    @property
+    def sent_at(self) -> float:
+        """When the last payload had been handed to the transport, in monotonic seconds."""
+        return self._contributor.sent_at
+
+    def reduce(
+        self,
+        order: RoundOrder,
+        payload: torch.Tensor | None,
+        abstain_reason: str = "",
+        filling: Filling | None = None,
+    ) -> RoundResult:
+        """See :class:`node.exchange.base.Lane`. Broken connections are retried with the same payload.
+
+        Raises:
+            RoundLost: the round went on without this node, or the leader's session has ended.
+            ExchangeError: refused even as an abstention, or the coordinator is gone for good.
+        """
+        self._contributor.check(order, payload, filling)
+        if self._closed:
+            raise ExchangeError(f"round {order.round + 1} is not possible any more: the lane has been closed")
+        return self._network.call(
+            self._contributor.reduce(order, payload, abstain_reason, filling),
+            self.limits.round + self.limits.reconnect + _SLACK_SECONDS,
+            f"round {order.round + 1}",
+        )
+
+    def bytes_counted(self) -> tuple[int, int]:
+        """See :class:`node.exchange.base.Lane`."""
+        return self.meter.total("up"), self.meter.total("down")
+
+    def close(self, reason: str) -> None:
+        """End all calls and the thread; the leader says goodbye. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._news.close()
+        try:
+            with contextlib.suppress(ExchangeError):
+                self._network.call(self._close(), self.limits.leave + _SLACK_SECONDS, "closing a lane")
+        finally:
+            self._network.close()
+
+    async def _close(self) -> None:
+        self._contributor.cancel()
+        await self._link.close()

@@ -1,0 +1,165 @@
+"""What the rank that holds a node's session tells the node's other ranks about it.
+
+Every rank of an island contributes on a connection of its own, in the name of one session. Only the leader
+sees that session break, come back under another secret, or end; whatever changes, it publishes the whole of
+what the others need, and they go by the latest that they know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Protocol
+
+from node.exchange.base import ExchangeError, RoundOrder
+from node.exchange.trouble import RoundLost
+
+MAX_NEWS_BYTES: Final = 1 << 16
+MAX_FAILURE: Final = 1000  # characters
+
+
+@dataclass(frozen=True)
+class SessionNews:
+    """A session as its leader sees it.
+
+    Attributes:
+        secret: for the metadata of bulk calls.
+        node: name of the node in the session.
+        generation: of the stream: grows with every reconnect.
+        connected: whether the stream stands.
+        ordered: whether that stream has brought an order.
+        opened: the round that this first order opens, and its epoch; ``None`` if it is of another kind.
+        halted: the node has been told to leave before the run's end, or cannot go on.
+        failure: why there will be no other stream; empty while there may be.
+    """
+
+    secret: str = ""
+    node: str = ""
+    generation: int = 0
+    connected: bool = False
+    ordered: bool = False
+    opened: tuple[int, int] | None = None
+    halted: bool = False
+    failure: str = ""
+
+    def to_json(self) -> str:
+        """For the way to other ranks."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> SessionNews:
+        """Parse what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: anything else; the text says what.
+        """
+        if len(text) > MAX_NEWS_BYTES:
+            raise ValueError(f"news of a session have at most {MAX_NEWS_BYTES} bytes, not {len(text)}")
+        fields: Any = json.loads(text)
+        if not isinstance(fields, dict) or fields.keys() != _TYPES.keys():
+            raise ValueError(f"these are no news of a session: {str(text[:80])!r}")
+        for name, kinds in _TYPES.items():
+            if type(fields[name]) not in kinds:
+                raise ValueError(f"{name} of a session cannot be {fields[name]!r}")
+        opened = fields.pop("opened")
+        if opened is not None and (len(opened) != 2 or any(type(number) is not int for number in opened)):
+            raise ValueError(f"the opened round of a session is no pair of numbers: {opened!r}")
+        return cls(opened=None if opened is None else (opened[0], opened[1]), **fields)
+
+
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "secret": (str,),
+    "node": (str,),
+    "generation": (int,),
+    "connected": (bool,),
+    "ordered": (bool,),
+    "opened": (list, type(None)),
+    "halted": (bool,),
+    "failure": (str,),
+}
+
+Publish = Callable[[SessionNews], None]  # does not block
+
+
+class NewsSource(Protocol):
+    """Where a rank that does not lead gets its news from."""
+
+    def follow(self, on_news: Callable[[SessionNews], None], on_failure: Callable[[str], None]) -> None:
+        """Call ``on_news`` with what is known now and whenever there is something new, and ``on_failure``,
+        with the reason, once there can be nothing more; both from another thread. Returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Call them no more."""
+        ...
+
+
+class LaneSession:
+    """The session of a node as one of its other ranks knows it; used in the network thread only.
+
+    It stands for :class:`node.exchange.session.Session` where a contribution is made.
+    """
+
+    def __init__(self) -> None:
+        self._news = SessionNews()
+        self._changed = asyncio.Event()
+        self.halted = asyncio.Event()
+
+    @property
+    def secret(self) -> str:
+        """Of the present session; empty while none is known."""
+        return self._news.secret
+
+    @property
+    def node(self) -> str:
+        """Name of the node in the present session."""
+        return self._news.node
+
+    @property
+    def generation(self) -> int:
+        """Of the leader's present stream."""
+        return self._news.generation
+
+    @property
+    def connected(self) -> bool:
+        """Whether that stream stands."""
+        return self._news.connected
+
+    def take(self, news: SessionNews) -> None:
+        """The leader has published ``news``."""
+        self._news = news
+        if news.halted:
+            self.halted.set()
+        self._changed.set()
+
+    def fail(self, reason: str) -> None:
+        """Nothing more will be heard of the leader."""
+        self.take(replace(self._news, halted=True, connected=False, failure=self._news.failure or reason))
+
+    async def confirmed(self, order: RoundOrder) -> RoundOrder:
+        """``order``, if the stream that brought it is the present one; else see :meth:`offered_again`."""
+        while self.generation < order.generation:
+            await self._something_new()
+        return order if order.generation == self.generation else await self.offered_again(order)
+
+    async def offered_again(self, order: RoundOrder) -> RoundOrder:
+        """Wait until a newer stream than that which brought ``order`` opens its round.
+
+        Raises:
+            RoundLost: the coordinator has something else for this node.
+            ExchangeError: the session has failed for good.
+        """
+        while self.generation <= order.generation or not self._news.ordered:
+            await self._something_new()
+        opened = self._news.opened
+        if opened is None or opened[0] != order.round:
+            raise RoundLost(f"round {order.round + 1} went on without this node while it was cut off")
+        return replace(order, epoch=opened[1], generation=self.generation)
+
+    async def _something_new(self) -> None:
+        if self._news.failure:
+            raise ExchangeError(self._news.failure)
+        self._changed.clear()
+        await self._changed.wait()

@@ -1,0 +1,111 @@
+"""Islands of 1, 2 and 4 ranks in one run with a real coordinator: they equal single nodes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from node.model import model_on_meta
+from optim.methods import build_method
+from protos.runfile import RunFile
+from tests.node.fleet import Coordinator, Fleet
+from tests.node.island_rig import Island, Single, small_run
+
+SIZES = (1, 2, 4)
+ROUNDS = 3
+OVERHEAD = 6_000  # bytes of headers and of the session, in a run of a few rounds
+METHODS = {"sign-muon": {}, "muloco": {"local_steps": 2}, "lordo": {"local_steps": 2}}
+
+
+@pytest.fixture(scope="module")
+def islands() -> Iterator[list[Island]]:
+    made = [Island(size) for size in SIZES]
+    yield made
+    for island in made:
+        island.close()
+
+
+def coordinator_of(fleet: Fleet, run: RunFile) -> Coordinator:
+    return fleet.coordinator(run, build_method(run.method, model_on_meta(run.model)).tables)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_islands_of_any_size_equal_single_nodes_that_accumulate(
+    method: str, islands: list[Island], fleet: Fleet
+) -> None:
+    run = small_run(method, nodes=len(SIZES), rounds=ROUNDS, **METHODS[method])
+    first = coordinator_of(fleet, run)
+    names = [island.join(first.invite, ordered=True) for island in islands]
+    assert names == ["node-0", "node-1", "node-2"]
+    ends = {}
+    for island in islands:
+        for number, rank in enumerate(island.ranks):
+            end, before = rank.until("done")
+            rounds = [line for line in before if "round" in line and "digest" in line]
+            ends[island.size, number] = end, [(line["digest"], line["tokens"]) for line in rounds], rounds
+
+    second = coordinator_of(fleet, run)
+    singles = [Single(second.invite, accumulate=size) for size in SIZES]
+    for single in singles:
+        single.wait()
+    expected = [(event.digest, event.tokens) for event in singles[0].rounds]
+    assert len(expected) == ROUNDS and len(set(expected)) == ROUNDS
+    for (size, number), (end, seen, rounds) in ends.items():
+        assert end["done"] and seen == expected, (size, number)
+        assert end["outside"] == 0, "a tensor was gathered or reduced for the exchange"
+        assert (end["transfers"] > 0) == (size > 1)
+        assert end["payload"] <= end["lane"] <= end["payload"] + OVERHEAD
+        single = singles[SIZES.index(size)].rounds
+        assert [line["validation"] for line in rounds] == [event.validation_loss for event in single]
+        assert [line["loss"] for line in rounds] == pytest.approx([event.loss for event in single], rel=1e-6)
+    whole = ends[1, 0][0]["payload"]
+    for size in SIZES:
+        lanes = [ends[size, number][0]["payload"] for number in range(size)]
+        assert sum(lanes) == whole
+        sent = sum(ends[size, number][0]["lane"] for number in range(size))  # the farewell included
+        assert 0 <= sent - ends[size, 0][0]["up"] < 200
+
+
+@pytest.mark.parametrize("first", ["island", "single"])
+def test_state_goes_from_owners_to_a_joiner_and_to_owners(
+    first: str, islands: list[Island], fleet: Fleet
+) -> None:
+    run, island = small_run("ddp-adamw", nodes=1, rounds=80), islands[1]
+    coordinator = coordinator_of(fleet, run)
+    if first == "island":
+        island.join(coordinator.invite)
+        island.ranks[1].until("digest")
+        single = Single(coordinator.invite)
+    else:
+        single = Single(coordinator.invite)
+        island.join(coordinator.invite)
+    single.wait()
+    ends = [rank.until("done") for rank in island.ranks]
+    moved = "StateSent" if first == "island" else "StateLoaded"
+    for end, before in ends:
+        assert end["done"] and end["digest"] == single.rounds[-1].digest
+        assert moved in {line.get("event") for line in before}
+
+
+def test_killed_rank_ends_its_node_and_the_others_go_on(islands: list[Island], fleet: Fleet) -> None:
+    run = small_run("sign-muon", nodes=len(SIZES), rounds=12)
+    coordinator = coordinator_of(fleet, run)
+    for island in islands:
+        island.join(coordinator.invite)
+    *others, broken = islands
+    for _ in range(3):
+        broken.ranks[0].until("round")
+    victim = broken.ranks.pop(2)
+    victim.process.send_signal(signal.SIGKILL)
+    for rank in broken.ranks:
+        failed, _ = rank.until("failed")
+        assert "rank" in failed["failed"] or "closed" in failed["failed"]
+    digests = set()
+    for island in others:
+        for rank in island.ranks:
+            end, _ = rank.until("done")
+            assert end["done"]
+            digests.add(end["digest"])
+    assert len(digests) == 1
