@@ -26,6 +26,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "lordo": ("bench.lordo", "what LoRDO's full-rank term, basis and rare exchanges are worth"),
     "muloco": ("bench.muloco", "one bit a parameter every 16 steps against exact pseudo-gradients and AdamW"),
     "variants": ("bench.variants", "what else was tried on one-bit pseudo-gradients, most of it in vain"),
+    "overlap": (
+        "bench.overlap",
+        "rounds that exchange while they compute against rounds that take turns, behind 100 Mbit/s",
+    ),
     "planner": (
         "bench.planner",
         "time, balance and padding of sharding plans for 70 billion to 2.4 trillion parameters",
@@ -34,6 +38,7 @@ BENCHES: dict[str, tuple[str, str]] = {
         "bench.island",
         "optimizer step, whole step, bytes and memory of owner-sharded ranks against FSDP2, on thin links",
     ),
+    "memory": ("bench.memory", "memory of each rank of an island with every method, counted, and by formula"),
 }
 
 

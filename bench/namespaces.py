@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -52,8 +52,10 @@ def token_bucket(bits_per_second: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def linked(ranks: int, bits_per_second: int) -> Iterator[list[str]]:
-    """Namespaces joined by a switch, each behind a link of that rate in both directions.
+def linked(ranks: int, bits_per_second: int | Sequence[int]) -> Iterator[list[str]]:
+    """Namespaces joined by a switch, each behind a link of that rate, or of its own, in both directions.
+
+    The rank ``i`` has the address :func:`address` of ``i``.
 
     Yields:
         For each rank a path for :func:`enter`, valid within the context.
@@ -64,6 +66,7 @@ def linked(ranks: int, bits_per_second: int) -> Iterator[list[str]]:
     reason = why_not()
     if reason is not None:
         raise NamespacesUnavailable(reason)
+    rates = [bits_per_second] * ranks if isinstance(bits_per_second, int) else list(bits_per_second)
     tag = secrets.token_hex(4)
     hub, names = f"atoll-{tag}-hub", [f"atoll-{tag}-{rank}" for rank in range(ranks)]
     held: list[int] = []
@@ -73,7 +76,7 @@ def linked(ranks: int, bits_per_second: int) -> Iterator[list[str]]:
                 for name in (*names, hub):
                     _command("ip", "netns", "add", name)
                     held.append(os.open(NAMES / name, os.O_RDONLY | os.O_CLOEXEC))
-                _build(hub, names, token_bucket(bits_per_second))
+                _build(hub, names, [token_bucket(rate) for rate in rates])
             finally:
                 for name in (*names, hub):
                     if (NAMES / name).exists():
@@ -82,6 +85,11 @@ def linked(ranks: int, bits_per_second: int) -> Iterator[list[str]]:
     finally:
         for file in held:
             os.close(file)
+
+
+def address(rank: int) -> str:
+    """Of a rank's interface, as all of them see it."""
+    return f"{SUBNET}.{rank + 1}"
 
 
 def enter(path: str) -> None:
@@ -99,15 +107,15 @@ def enter(path: str) -> None:
         os.close(file)
 
 
-def _build(hub: str, names: list[str], shape: list[str]) -> None:
+def _build(hub: str, names: list[str], shapes: list[list[str]]) -> None:
     _command("ip", "-n", hub, "link", "add", "name", "switch", "type", "bridge")
     _command("ip", "-n", hub, "link", "set", "dev", "switch", "up")
-    for rank, name in enumerate(names):
+    for rank, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         port = f"port{rank}"
         pair = ["name", port, "type", "veth", "peer", "name", INTERFACE, "netns", name]
         _command("ip", "-n", hub, "link", "add", *pair)
         _command("ip", "-n", hub, "link", "set", "dev", port, "master", "switch", "up")
-        _command("ip", "-n", name, "address", "add", f"{SUBNET}.{rank + 1}/24", "dev", INTERFACE)
+        _command("ip", "-n", name, "address", "add", f"{address(rank)}/24", "dev", INTERFACE)
         for interface in ("lo", INTERFACE):
             _command("ip", "-n", name, "link", "set", "dev", interface, "up")
         _command("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)

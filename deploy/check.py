@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from deploy.compare import steps_of, trained_tokens
 from deploy.costs import Costs
-from deploy.memory import StateBytes
+from deploy.memory import RankBytes, StateBytes
 from deploy.ring import Traffic
 from deploy.table import facts
 from protos.units import format_bytes
@@ -116,6 +117,33 @@ def memory_text(state: StateBytes, parameters: int) -> str:
     if state.host:
         text += f", and {state.host / parameters:.2f} in host memory"
     return f"{text} ({format_bytes(state.device + state.host)})"
+
+
+def ranks_view(ranks: Sequence[RankBytes]) -> RenderableType:
+    """What the fullest rank of an island holds, by kind, and what the others do."""
+    full = max(ranks, key=lambda one: one.resting)
+    kinds = {
+        "weights": full.weights,
+        "gradients": full.gradients,
+        "optimizer state": full.state.device,
+        "state in host memory": full.state.host,
+        "contribution": full.contribution,
+    }
+    average = sum(one.resting for one in ranks) / len(ranks)
+    most = max(ranks, key=lambda one: one.peak)
+    rows: list[tuple[str, RenderableType]] = [
+        (name, format_bytes(nbytes)) for name, nbytes in kinds.items() if nbytes
+    ]
+    rows += [
+        ("between rounds", f"{format_bytes(full.resting)}; a rank on average {format_bytes(average)}"),
+        ("the most in a round", f"{format_bytes(most.peak)} and activations, in fp32"),
+    ]
+    return facts(rows, title=f"the fullest of {len(ranks)} ranks" if len(ranks) > 1 else "a node of one rank")
+
+
+def ranks_json(ranks: Iterable[RankBytes]) -> list[dict[str, Any]]:
+    """The same of every rank, in bytes."""
+    return [asdict(one) | {"resting": one.resting, "peak": one.peak} for one in ranks]
 
 
 def as_json(runfile: RunFile, settings: Iterable[Setting], costs: Costs, advice: list[str]) -> dict[str, Any]:

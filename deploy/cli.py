@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,33 +16,26 @@ import typer
 from typer.core import TyperGroup
 
 from deploy.cli_island import island_app
+from deploy.cli_node import address, join, train
 from deploy.cli_plan import plan
 from deploy.cli_run import run_app
-from deploy.errors import message
+from deploy.errors import INTERRUPTED, message
+from deploy.export_command import EXAMPLES, export
 from deploy.options import (
-    DataOption,
-    DeviceOption,
-    EventsOption,
     InviteText,
     Json,
     MethodOption,
-    MetricsOption,
-    Quiet,
-    ResumeOption,
     RunFilePath,
-    SaveEvery,
-    SaveOption,
     Sets,
-    ThreadsOption,
 )
 from deploy.processes import follow_parent
+from deploy.ranks import leads
 from deploy.terminal import console as _console
+from deploy.timeline_command import EXAMPLE as TIMELINE
+from deploy.timeline_command import timeline
 
 if TYPE_CHECKING:
-    from node.events import Listener
-    from protos.address import Address
-
-INTERRUPTED = 130
+    pass
 
 
 class Commands(TyperGroup):
@@ -54,7 +45,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+            if leads():
+                typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             text = message(error)
@@ -62,7 +54,8 @@ class Commands(TyperGroup):
                 raise
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            typer.echo(f"atoll: {text}", err=True)
+            who = "atoll" if leads() else f"atoll, rank {os.environ['RANK']}"
+            typer.echo(f"{who}: {text}", err=True)
             raise typer.Exit(1) from None
 
 
@@ -137,6 +130,12 @@ def coordinator(
     stay: Annotated[
         bool, typer.Option("--stay", help="Go on answering 'atoll status' after the run.")
     ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Wait for so many nodes before the first round, instead of the run file's number."
+        ),
+    ] = None,
     json_log: Annotated[bool, typer.Option("--json-log", help="Log lines as JSON objects.")] = False,
 ) -> None:
     """Coordinate a run; prints the invite for the nodes."""
@@ -146,12 +145,13 @@ def coordinator(
     from deploy import serving
 
     choices = serving.Choices(
-        listen=_address(listen),
+        listen=address(listen),
         advertise=advertise,
         metrics=metrics,
         token=token,
         invite_file=invite_file,
         stay=stay,
+        nodes=nodes,
     )
     if json_log:
         serving.log_as_json()
@@ -160,112 +160,10 @@ def coordinator(
         raise typer.Exit(code)
 
 
-@app.command(
+app.command(
     "join", epilog="Example: atoll join atoll://TOKEN@gpu1.example.org:4600 --name reef --save checkpoints"
-)
-def join(
-    invite: InviteText,
-    name: Annotated[str, typer.Option(help="What the others see; the host's name if not given.")] = "",
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = 0,
-    save: SaveOption = None,
-    save_every: SaveEvery = None,
-    resume: ResumeOption = None,
-    data: DataOption = None,
-    weight: Annotated[int, typer.Option(min=1, max=65535, help="Weight of this node's vote.")] = 1,
-    wait: Annotated[str, typer.Option(help="How long to wait for a coordinator that is not there.")] = "120s",
-    metrics: MetricsOption = None,
-    events: EventsOption = None,
-    quiet: Quiet = False,
-) -> None:
-    """Take part in a run. Ctrl-C leaves it cleanly."""
-    from protos.invite import Invite
-    from protos.units import parse_duration
-
-    where, patience = Invite.parse(invite), parse_duration(wait)
-    from node.launch import Options
-    from node.launch import join as join_run
-
-    options = Options(
-        name=name,
-        device=device,
-        threads=threads,
-        save=save,
-        save_every=save_every,
-        resume=resume,
-        data=data,
-        weight=weight,
-        wait=patience,
-        metrics=_address(metrics),
-    )
-    with _told(events, quiet) as tell:
-        try:
-            summary = join_run(where, options, tell)
-        except KeyboardInterrupt:
-            typer.echo(f"left the run of {where.address}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-    if not summary.done:
-        raise typer.Exit(1)
-
-
-@app.command("train", epilog="Example: atoll train run.toml --save checkpoints --save-every 100")
-def train(
-    file: RunFilePath,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = 0,
-    save: SaveOption = None,
-    save_every: SaveEvery = None,
-    resume: ResumeOption = None,
-    data: DataOption = None,
-    metrics: MetricsOption = None,
-    events: EventsOption = None,
-    quiet: Quiet = False,
-) -> None:
-    """Train on this machine alone, without a coordinator."""
-    from protos.runfile import RunFile
-
-    runfile = RunFile.load(file)
-    from node.launch import Options
-    from node.launch import train as train_alone
-
-    options = Options(
-        device=device,
-        threads=threads,
-        save=save,
-        save_every=save_every,
-        resume=resume,
-        data=data,
-        metrics=_address(metrics),
-    )
-    with _told(events, quiet) as tell:
-        try:
-            summary = train_alone(runfile, options, tell)
-        except KeyboardInterrupt:
-            saved = f"; the state is saved in {save}" if save else "; nothing is saved without --save"
-            typer.echo(f"stopped before the end{saved}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-    if not summary.done:
-        raise typer.Exit(1)
-
-
-@contextmanager
-def _told(log: Path | None, quiet: bool) -> Iterator[Listener]:
-    """A listener for the terminal and, if wanted, a file; SIGTERM unwinds within."""
-    from deploy.processes import unwinding_signals
-    from deploy.progress import EventLog, Progress, all_of
-
-    with ExitStack() as stack:
-        listeners: list[Listener] = [stack.enter_context(Progress(_console(), quiet=quiet))]
-        if log is not None:
-            listeners.append(stack.enter_context(EventLog(log)))
-        stack.enter_context(unwinding_signals())
-        yield all_of(listeners)
-
-
-def _address(text: str | None) -> Address | None:
-    from protos.address import Address
-
-    return None if text is None else Address.parse(text)
+)(join)
+app.command("train", epilog="Example: atoll train run.toml --save checkpoints --save-every 100")(train)
 
 
 @app.command("demo", epilog="Example: atoll demo --rounds 100 --nodes 4 --no-baseline")
@@ -350,6 +248,9 @@ app.command(
     "plan",
     epilog="Example: atoll plan --params 720M --nodes 8 --uplink 1gbit --step-time 2s",
 )(plan)
+
+app.command("export", epilog=EXAMPLES)(export)
+app.command("timeline", epilog=TIMELINE)(timeline)
 
 
 @app.command("status", epilog="Example: atoll status atoll://TOKEN@gpu1.example.org:4600 --watch")

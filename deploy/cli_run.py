@@ -59,7 +59,14 @@ def run_init(
 
 
 @run_app.command("check", epilog="Example: atoll run check run.toml --json")
-def run_check(file: RunFilePath, as_json: Json = False) -> None:
+def run_check(
+    file: RunFilePath,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Show the memory of the ranks of such an island, too."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Check a run file and show its values and the bytes of a round."""
     from protos.runfile import RunFile
     from protos.runfile_text import advice, describe
@@ -67,15 +74,22 @@ def run_check(file: RunFilePath, as_json: Json = False) -> None:
     runfile = RunFile.load(file)
     from deploy import check
     from deploy.costs import run_costs
+    from deploy.memory import rank_bytes
+    from node.model import model_on_meta
 
     settings, sentences, costs = describe(runfile), advice(runfile), run_costs(runfile)
+    island = None if ranks is None else rank_bytes(runfile.method, model_on_meta(runfile.model), ranks)
     if as_json:
         values = check.as_json(runfile, settings, costs, sentences)
+        if island is not None:
+            values["ranks"] = check.ranks_json(island)
         typer.echo(json.dumps(values, indent=2, allow_nan=False))
         return
     out = console()
     out.print(check.values_table(settings))
     out.print(check.bytes_view(runfile, costs))
+    if island is not None:
+        out.print("", check.ranks_view(island), sep="\n")
     for sentence in sentences:
         out.print(f"note: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out.print(f"{file} is fine; digest {runfile.digest}", markup=False, highlight=False, soft_wrap=True)

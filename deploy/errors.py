@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 
+INTERRUPTED = 130  # exit code after Ctrl-C
 EXPECTED = frozenset(
     (
         "protos.runfile.RunFileError",
@@ -17,9 +18,11 @@ EXPECTED = frozenset(
         "optim.roles.RoleError",
         "node.language.ModelError",
         "node.tokens.DataError",
-        "node.checkpoint.CheckpointError",
-        "node.launch.LaunchError",
+        "node.checkpoint_meta.CheckpointError",
+        "node.export.ExportError",
+        "node.setting.LaunchError",
         "node.exchange.base.ExchangeError",
+        "node.island.transfer.IslandError",
         "deploy.status.StatusError",
         "deploy.processes.ProcessError",
         "deploy.errors.UserError",

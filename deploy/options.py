@@ -52,3 +52,20 @@ EventsOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Also write every event there, a JSON object a line.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Tell about joining and leaving, not about rounds.")]
+
+NprocOption = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Processes on this machine that hold the model together and take part as one node."
+    ),
+]
+AccumulateOption = Annotated[
+    int, typer.Option(min=1, help="Passes in which each process reads its part of a batch, to save memory.")
+]
+BatchOption = Annotated[
+    int,
+    typer.Option(min=0, help="Sequences that this node reads in a step; 0: as in the run file."),
+]
+PrecisionOption = Annotated[
+    str, typer.Option(help="fp32, or bf16 for forward and backward; what is exchanged stays in fp32.")
+]

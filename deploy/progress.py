@@ -33,6 +33,7 @@ def sentence(event: events.Event) -> str:
         return (
             f"{event.run}: {event.method}, {event.parameters:,} parameters, "
             f"{ways(event.payload_bytes, event.result_bytes)} a round, {event.device}, "
+            f"{f'{event.ranks} ranks of ' if event.ranks > 1 else ''}"
             f"{event.threads} {'thread' if event.threads == 1 else 'threads'}"
         )
     if isinstance(event, events.Resumed):

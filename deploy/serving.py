@@ -35,6 +35,7 @@ class Choices:
     token: str | None = None
     invite_file: Path | None = None
     stay: bool = False
+    nodes: int | None = None
 
 
 def metrics_address(runfile: RunFile, choices: Choices, listen: Address) -> Address | None:
@@ -91,7 +92,8 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
         say(f"listening on {where.address}")
         if where.metrics is not None:
             say(f"metrics at http://{where.metrics}/metrics")
-        say(f"waiting for {runfile.run.nodes} nodes; on each machine:")
+        nodes = runfile.run.nodes if choices.nodes is None else choices.nodes
+        say(f"waiting for {nodes} node{'s' * (nodes != 1)}; on each machine:")
         say(f"  atoll join {invite}")
         dialled = Invite(token, _own_host(where.address), where.address.port)
         client = stack.enter_context(StatusClient(dialled))
@@ -108,6 +110,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
             metrics_listen=metrics_address(runfile, choices, listen),
             on_started=started,
             stay=choices.stay,
+            nodes=choices.nodes,
         )
     say(f"{outcome.phase} after {outcome.round:,} rounds: {outcome.reason}")
     return exit_code(outcome)

@@ -114,10 +114,12 @@ class Simulation:
         model = self._model()
         first = self._node(0, model, self._build(model))
         self._nodes = [first]
-        alike = share and not runfile.method.has_local_steps
+        stateless = not first.optimizer.local_tensors()
+        late = stateless and runfile.method.delay  # what a node keeps then is a gradient of its own
+        alike = share and not runfile.method.has_local_steps and not late
         for index in range(1, runfile.run.nodes):
             model = first.model if alike else self._model()
-            one = alike and not first.optimizer.local_tensors()
+            one = alike and stateless
             self._nodes.append(self._node(index, model, first.optimizer if one else self._build(model)))
         self._replicas = [first] if alike else self._nodes
         self._states = [SharedState(node.optimizer.shared_tensors()) for node in self._replicas]

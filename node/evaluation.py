@@ -8,6 +8,9 @@ from typing import Final, Protocol
 
 import torch
 
+from node.joint import gathered
+from node.ranks import Alone, Ranks
+
 _BATCH: Final = 32  # windows a forward pass
 
 
@@ -49,25 +52,38 @@ class Validation:
 
 
 class Evaluator:
-    """Measures a model on ``windows`` validation windows, which are read at the first measurement."""
+    """Measures a model on ``windows`` validation windows, which are read at the first measurement.
 
-    def __init__(self, model: Model, data: Data, windows: int, device: torch.device) -> None:
+    The ranks of a node take turns at the batches and add up all losses in the order of the batches: the
+    result does not depend on how many they are.
+    """
+
+    def __init__(
+        self, model: Model, data: Data, windows: int, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
         self._model = model
         self._data = data
         self._count = windows
         self._device = device
+        self._ranks = ranks or Alone()
         self._windows: torch.Tensor | None = None
 
     @torch.no_grad()
     def measure(self) -> Validation:
-        """The mean over all windows, in batches; the model is left in training mode."""
+        """The mean over all windows, in batches; the model is left in training mode. All ranks call it."""
         if self._windows is None:
             self._windows = self._data.validation(self._count)
-        total = 0.0
+        batches = torch.split(self._windows, _BATCH)
+        rank, size = self._ranks.rank, self._ranks.size
+        sums: list[float] = []
         self._model.train(False)
-        for start in range(0, len(self._windows), _BATCH):
-            batch = self._windows[start : start + _BATCH].to(self._device)
-            total += float(self._model.loss(batch)) * len(batch)
+        for first in range(0, len(batches), size):  # who has none left goes along with the others
+            batch = batches[min(first + rank, len(batches) - 1)]
+            sums.append(float(self._model.loss(batch.to(self._device))) * len(batch))
         self._model.train()
+        turns = zip(*gathered(self._ranks, "the validation losses", sums), strict=True)
+        total = 0.0
+        for value in [value for turn in turns for value in turn][: len(batches)]:
+            total += value
         loss = total / len(self._windows)
         return Validation(loss, loss / math.log(2) / self._data.bytes_per_token)

@@ -27,6 +27,7 @@ class Started:
     threads: int
     round: int  # the first to be trained
     result_bytes: int = 0  # of a result, as a mean over the rounds
+    ranks: int = 1  # of the node
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ class RoundDone:
     totals since the node started. ``loss`` is in nats per token of the node's own samples; NaN if none.
     ``exchange`` counts the wait only: what is computed meanwhile is in its own phases. ``skipped`` of the
     ``micro_steps`` were left out, as a gradient was not finite.
+
+    ``spans`` tell when the phases went on, and when contribution and result were on their way while something
+    was computed (``flight``): name, begin and end, in seconds since the round ``began`` (seconds since 1970).
     """
 
     round: int
@@ -92,6 +96,8 @@ class RoundDone:
     bits_per_byte: float | None = None
     micro_steps: int = 1
     skipped: int = 0
+    began: float = 0.0
+    spans: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,202 +1,244 @@
-"""Launching a node: from an invite or a run file to a running worker, and back out cleanly."""
+"""Launching a node, or a rank of one: from an invite or a run file to a worker, and back out cleanly."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
+import torch.distributed as dist
 
 from node import checkpoint
 from node.checkpoint import Saving
-from node.data import Dataset, open_data
-from node.events import Event, Joined, Listener, Notice, Resumed, Started, Summary
-from node.exchange.base import Exchange, ExchangeError
+from node.events import Event, Joined, Listener, Notice, Started, Summary
+from node.exchange.base import Exchange, ExchangeError, Lane
 from node.exchange.hub import HubExchange
+from node.exchange.lane import LaneExchange
 from node.exchange.link import Limits
 from node.exchange.local import LocalExchange
 from node.exchange.meter import Meter
+from node.exchange.news import Publish, SessionNews
 from node.exchange.session import Claim
 from node.metrics import MetricsServer, NodeMetrics
-from node.model import LanguageModel, build_model
-from node.state import SharedState
+from node.ranks import Alone, Ranks
+from node.setting import LaunchError, Options, Setting, build, choose_device
 from node.worker import INTERRUPTED, Worker
-from optim.methods import build_method
-from optim.round_optimizer import RoundOptimizer
-from protos.address import Address
 from protos.invite import Invite
 from protos.runfile import RunFile
 
+if TYPE_CHECKING:
+    from node.island.ranks import IslandRanks
+
+__all__ = ["SAVE_EVERY", "LaunchError", "Options", "choose_device", "join", "ranks_here", "train"]
+
 SAVE_EVERY: Final = 50  # rounds, in a run that measures no validation loss before its end
 _MAX_NAME: Final = 128
+_TOGETHER_SECONDS: Final = 600.0  # for the ranks of a node that trains alone
+_OUTLAST_SECONDS: Final = 10.0
 
 
-class LaunchError(RuntimeError):
-    """A node that cannot start; the text says what to change."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """A user's choices for one node.
-
-    Attributes:
-        name: for people; empty = the host's name.
-        device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        threads: of torch on the CPU; 0 leaves torch's choice.
-        save: folder of checkpoints.
-        save_every: rounds between two checkpoints; 0 = only at the stop. ``None`` is as often as the
-            validation loss is measured, or every :data:`SAVE_EVERY` rounds.
-        resume: checkpoint, or folder of checkpoints, to start from. The folder of ``save`` may hold none yet:
-            a node that is restarted with the same options then starts afresh the first time.
-        data: text or token file to read instead of the run file's source (the digest must be the same).
-        weight: of the node's vote, 1 to 65535.
-        wait: seconds to wait for the coordinator, at the start and after a broken connection.
-        metrics: address of the Prometheus metrics.
-    """
-
-    name: str = ""
-    device: str = "auto"
-    threads: int = 0
-    save: Path | None = None
-    save_every: int | None = None
-    resume: Path | None = None
-    data: str | None = None
-    weight: int = 1
-    wait: float = 120.0
-    metrics: Address | None = None
-
-
-@dataclass
-class _Parts:
-    """What a node is made of."""
-
-    runfile: RunFile
-    device: torch.device
-    data: Dataset
-    model: LanguageModel
-    optimizer: RoundOptimizer
-    round: int = 0
-    reducer: dict[str, torch.Tensor] = field(default_factory=dict)  # of a checkpoint made alone
-    state: SharedState = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.state = SharedState(self.optimizer.shared_tensors())
+def ranks_here(environment: Mapping[str, str] = os.environ) -> int:
+    """How many ranks this process is one of, as torchrun tells them; 1 if it was not started by that."""
+    return int(environment.get("WORLD_SIZE", "1")) if "RANK" in environment else 1
 
 
 def join(invite: Invite, options: Options, on_event: Listener = lambda event: None) -> Summary:
-    """Take part in the run of a coordinator until it stops.
+    """Take part in the run of a coordinator until it stops; under torchrun as one node of several ranks.
 
     Raises:
-        ExchangeError: the coordinator is not there, refuses this node, or is gone for good.
+        ExchangeError: the coordinator is not there, refuses this node, or is gone for good; or a rank is.
         LaunchError, ModelError, DataError, RunFileError, CheckpointError: this node cannot be set up.
         KeyboardInterrupt: after leaving cleanly.
     """
-    _prepare(options)
     with ExitStack() as stack:
         metrics, emit = _observed(stack, options, on_event)
+        relay = _Relay()
         exchange = HubExchange(
             invite,
             say=lambda text: emit(Notice(text)),
             meter=Meter(metrics.count_bytes if metrics else None),
             limits=Limits(wait=options.wait, reconnect=options.wait),
+            publish=relay.publish,
         )
-        farewell = _Farewell(stack, exchange)
-        run = exchange.describe()
-        runfile = RunFile.parse(run.run_file, name=f"the run file from {exchange.address}")
-        if runfile.digest != run.run_digest:
-            raise ExchangeError(
-                f"the coordinator's run file has the digest {run.run_digest}, read here it is "
-                f"{runfile.digest}: install the same version of Atoll on both"
-            )
-        parts = _build(runfile, options, emit)
-        tables = parts.optimizer.tables
-        if tables.digest != run.table_digest:
+        farewell = _Farewell(stack, exchange.close)
+        runfile, table_digest = _described(exchange)
+        limits = exchange.limits = _limits(runfile, options)
+        island = _meet(farewell, options, limits.round + 2 * limits.reconnect + 60.0)
+        ranks: Ranks = island or Alone()
+        if island is not None and island.rank == 0:
+            relay.to = island.news.publish
+        setting = build(runfile, options, emit, ranks)
+        tables, lane = setting.optimizer.tables, setting.optimizer.lane
+        if tables.digest != table_digest:
             raise ExchangeError(
                 "this node lays the model out differently from the coordinator: its bucket table is "
-                f"{tables.digest}, the coordinator's {run.table_digest}: install the same "
+                f"{tables.digest}, the coordinator's {table_digest}: install the same "
                 "version of Atoll (and of transformers, for hf: models) on both"
             )
-        exchange.limits = _limits(runfile, options)
-        emit(_started(parts))
-        admission = exchange.join(_claim(parts, options), tables)
+        emit(_started(setting, ranks))
+        claim = _claim(setting, options, ranks)
+        if island is not None and island.rank:
+            exchange.close("the leader of this node joins")
+            own = LaneExchange(
+                invite, island.news, tables, lane, weight=options.weight, meter=exchange.meter, limits=limits
+            )
+            farewell.first(own.close)
+            return _work(setting, None, own, ranks, options, emit, farewell)
+        admission = exchange.join(claim, tables, lane if island else None)
         emit(Joined(admission.node, exchange.address, admission.needs_state))
-        return _work(parts, exchange, options, emit, farewell)
+        return _work(setting, exchange, exchange, ranks, options, emit, farewell)
 
 
 def train(runfile: RunFile, options: Options, on_event: Listener = lambda event: None) -> Summary:
-    """Train alone, without a coordinator: the same worker at world size 1.
+    """Train without a coordinator: the same worker at world size 1, of any number of ranks.
 
     Raises:
         LaunchError, ModelError, DataError, CheckpointError: this node cannot be set up.
+        ExchangeError: a rank is gone.
         KeyboardInterrupt: after the round in progress and its checkpoint.
     """
-    _prepare(options)
     with ExitStack() as stack:
         _, emit = _observed(stack, options, on_event)
-        parts = _build(runfile, options, emit)
-        emit(_started(parts))
+        farewell = _Farewell(stack)
+        ranks = _meet(farewell, options, _TOGETHER_SECONDS) or Alone()
+        setting = build(runfile, options, emit, ranks)
+        emit(_started(setting, ranks))
         exchange = LocalExchange(
-            parts.optimizer.tables,
+            setting.optimizer.lane,
             rounds=runfile.run.rounds,
-            batch=runfile.data.batch,
-            micro_steps=parts.optimizer.micro_steps,
+            batch=options.batch or runfile.data.batch,
+            micro_steps=setting.optimizer.micro_steps,
             evaluate_every=runfile.run.evaluate_every,
-            start=parts.round,
-            reducer=parts.reducer,
+            start=setting.round,
+            samples=setting.samples,
+            reducer=setting.reducer,
         )
-        return _work(parts, exchange, options, emit, _Farewell(stack, exchange))
+        farewell.first(exchange.close)
+        return _work(setting, exchange, exchange, ranks, replace(options, overlap=False), emit, farewell)
 
 
-def _prepare(options: Options) -> None:
-    """Find out before the training, not after it, that nothing can be saved."""
-    if options.save is not None:
-        checkpoint.prepare(options.save)
+class _Relay:
+    """What the leader's session tells goes to the other ranks, once there are any."""
+
+    def __init__(self) -> None:
+        self.to: Publish | None = None
+
+    def publish(self, news: SessionNews) -> None:
+        if self.to is not None:
+            self.to(news)
 
 
 class _Farewell:
-    """Closes an exchange on every way out, with the reason known by then."""
+    """Closes what speaks with others on every way out, with the reason known by then."""
 
-    def __init__(self, stack: ExitStack, exchange: Exchange) -> None:
+    def __init__(self, stack: ExitStack, *closing: Callable[[str], None]) -> None:
         self.reason = "the node failed"
-        stack.callback(lambda: exchange.close(self.reason))
+        self._closing = list(closing)
+        stack.callback(self._close)
+
+    def first(self, close: Callable[[str], None]) -> None:
+        """Close this before all else."""
+        self._closing.insert(0, close)
+
+    def last(self, close: Callable[[str], None]) -> None:
+        """Close this after all else."""
+        self._closing.append(close)
+
+    def _close(self) -> None:
+        with _deaf_to_termination(), ExitStack() as stack:
+            for close in reversed(self._closing):
+                stack.callback(close, self.reason)
+
+
+@contextmanager
+def _deaf_to_termination() -> Iterator[None]:
+    """When a rank ends, torchrun ends the others: they are to take their leave all the same."""
+    if threading.current_thread() is not threading.main_thread() or ranks_here() == 1:
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _meet(farewell: _Farewell, options: Options, seconds: float) -> IslandRanks | None:
+    """The ranks that torchrun has started, which wait so many seconds for each other; None for one alone."""
+    island = None
+    if ranks_here() > 1:
+        from node.island.ranks import IslandRanks
+
+        island = IslandRanks.from_environment(device=choose_device(options.device), seconds=seconds)
+        farewell.last(island.close)
+    if options.save is not None and (island is None or island.rank == 0):
+        checkpoint.prepare(options.save)  # not after the training, if nothing can be saved
+    return island
+
+
+def _described(exchange: HubExchange) -> tuple[RunFile, str]:
+    """The run file of the coordinator and the digest of its tables."""
+    run = exchange.describe()
+    runfile = RunFile.parse(run.run_file, name=f"the run file from {exchange.address}")
+    if runfile.digest != run.run_digest:
+        raise ExchangeError(
+            f"the coordinator's run file has the digest {run.run_digest}, read here it is "
+            f"{runfile.digest}: install the same version of Atoll on both"
+        )
+    return runfile, run.table_digest
 
 
 def _work(
-    parts: _Parts, exchange: Exchange, options: Options, emit: Listener, farewell: _Farewell
+    setting: Setting,
+    exchange: Exchange | None,
+    lane: Lane,
+    ranks: Ranks,
+    options: Options,
+    emit: Listener,
+    farewell: _Farewell,
 ) -> Summary:
     every = options.save_every
     if every is None:
-        every = parts.runfile.run.evaluate_every or SAVE_EVERY
-    saving = Saving(options.save, every) if options.save else None
+        every = setting.runfile.run.evaluate_every or SAVE_EVERY
     worker = Worker(
-        parts.runfile,
-        parts.model,
-        parts.data,
-        parts.optimizer,
+        setting.runfile,
+        setting.model,
+        setting.data,
+        setting.optimizer,
         exchange,
-        device=parts.device,
-        round_index=parts.round,
+        ranks=ranks,
+        lane=lane,
+        device=setting.device,
+        round_index=setting.round,
+        samples=setting.samples,
         on_event=emit,
-        saving=saving,
+        saving=Saving(options.save, every) if options.save else None,
+        accumulate=options.accumulate,
+        overlap=options.overlap,
+        watch=setting.watch_gradients,
     )
+    alone = ranks.size == 1  # several save together or not at all
     try:
-        with _polite_interrupts(worker):
+        with _polite_interrupts(worker, ranks):
             summary = worker.run()
     except (KeyboardInterrupt, SystemExit) as signalled:
         farewell.reason = INTERRUPTED if isinstance(signalled, KeyboardInterrupt) else "terminated"
-        worker.save()
+        if alone:
+            worker.save()
         raise
     except BaseException as error:
         farewell.reason = f"{type(error).__name__}: {error}"[:200]
-        if isinstance(error, ExchangeError):  # the run is lost to this node, its state is not
+        if alone and isinstance(error, ExchangeError):  # the run is lost to this node, its state is not
             worker.save()
+        elif ranks.rank:
+            _outlast(ranks)
         raise
     farewell.reason = summary.reason
     if worker.interrupted:
@@ -204,9 +246,28 @@ def _work(
     return summary
 
 
+def _outlast(ranks: Ranks) -> None:
+    """A rank that failed lets the leader find out and take leave before torchrun ends all of them."""
+
+    def listen() -> None:
+        with suppress(ExchangeError):
+            while True:
+                ranks.share(None)
+
+    dist.destroy_process_group()
+    thread = threading.Thread(target=listen, name="atoll-outlast", daemon=True)
+    thread.start()
+    thread.join(_OUTLAST_SECONDS)
+
+
 @contextmanager
-def _polite_interrupts(worker: Worker) -> Iterator[None]:
-    """The first Ctrl-C ends a wait at once and a computation after its round; the second ends anything."""
+def _polite_interrupts(worker: Worker, ranks: Ranks) -> Iterator[None]:
+    """The first Ctrl-C ends a wait at once and a computation after its round; the second ends anything.
+
+    Of several ranks the leader takes SIGTERM in the same way, as they leave and save together or not at all;
+    the others wait for what it decides. torchrun also sends it when one of them has failed: the leader then
+    learns of that where it needs that rank.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -220,11 +281,15 @@ def _polite_interrupts(worker: Worker) -> Iterator[None]:
             raise KeyboardInterrupt
         worker.interrupt()
 
-    signal.signal(signal.SIGINT, interrupt)
+    numbers = [signal.SIGINT] if ranks.size == 1 else [signal.SIGINT, signal.SIGTERM]
+    before = {
+        number: signal.signal(number, signal.SIG_IGN if ranks.rank else interrupt) for number in numbers
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[NodeMetrics | None, Listener]:
@@ -249,97 +314,38 @@ def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[N
     return metrics, emit
 
 
-def _build(runfile: RunFile, options: Options, emit: Listener) -> _Parts:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = choose_device(options.device)
-    source = (
-        runfile.data if options.data is None else runfile.data.model_copy(update={"source": options.data})
-    )
-    data = open_data(source, runfile.model.context)
-    model = build_model(runfile.model, runfile.run.seed, vocab=data.vocab, device=device)
-    try:
-        optimizer = build_method(runfile.method, model)
-    except ValueError as error:
-        raise LaunchError(f"[method] {runfile.method.name} cannot train this model: {error}") from error
-    path = _resumed_from(options, emit)
-    if path is None:
-        return _Parts(runfile, device, data, model, optimizer)
-    optimizer.prepare_load()
-    meta = checkpoint.load(
-        path,
-        run_digest=runfile.digest,
-        shared=optimizer.shared_tensors(),
-        local=optimizer.local_tensors(),
-        loaded=optimizer.loaded,
-    )
-    reducer = checkpoint.load_reducer(path, meta)
-    emit(Resumed(meta.round, path))
-    return _Parts(runfile, device, data, model, optimizer, meta.round, reducer)
-
-
-def _resumed_from(options: Options, emit: Listener) -> Path | None:
-    """The checkpoint to start from, ``None`` to start afresh."""
-    resume, save = options.resume, options.save
-    if resume is None:
-        return None
-    if save is None or save.resolve() != resume.resolve():
-        return checkpoint.find(resume)
-    found = checkpoint.newest(save)
-    if found is None:
-        emit(Notice(f"there is no checkpoint in {save} yet: this node starts afresh"))
-    return found
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device that a user means by ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-        LaunchError: there is no such device here.
-    """
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise LaunchError(f"device {wanted!r} is none of auto, cpu, cuda, cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise LaunchError(
-            f"device {wanted!r} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} "
-            "CUDA devices; use --device cpu, or install a CUDA build of torch"
-        )
-    return device
-
-
 def _limits(runfile: RunFile, options: Options) -> Limits:
     """Deadlines that follow from the run's own: a round may wait for start, deadline and quorum."""
     longest = 2 * runfile.round.start_timeout + runfile.round.deadline + 60.0
     return Limits(wait=options.wait, reconnect=options.wait, round=longest, order=max(3600.0, 2 * longest))
 
 
-def _started(parts: _Parts) -> Started:
+def _started(setting: Setting, ranks: Ranks) -> Started:
+    tables = setting.optimizer.tables
     return Started(
-        run=parts.runfile.run.name,
-        method=parts.runfile.method.name,
-        parameters=sum(
-            parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad
-        ),
-        payload_bytes=round(parts.optimizer.tables.mean_nbytes[0]),
-        result_bytes=round(parts.optimizer.tables.mean_nbytes[1]),
-        device=str(parts.device),
+        run=setting.runfile.run.name,
+        method=setting.runfile.method.name,
+        parameters=setting.parameters,
+        payload_bytes=round(tables.mean_nbytes[0]),
+        result_bytes=round(tables.mean_nbytes[1]),
+        device=str(setting.device),
         threads=torch.get_num_threads(),
-        round=parts.round,
+        round=setting.round,
+        ranks=ranks.size,
     )
 
 
-def _claim(parts: _Parts, options: Options) -> Claim:
+def _claim(setting: Setting, options: Options, ranks: Ranks) -> Claim:
     return Claim(
         name=(options.name or socket.gethostname())[:_MAX_NAME],
-        run_digest=parts.runfile.digest,
-        table_digest=parts.optimizer.tables.digest,
-        data_digest=parts.data.digest,
-        dtype=parts.state.dtype,
-        state_digest=parts.state.digest(),
-        round=parts.round,
+        run_digest=setting.runfile.digest,
+        table_digest=setting.optimizer.tables.digest,
+        data_digest=setting.data.digest,
+        dtype=setting.state.dtype,
+        state_digest=setting.state.digest(),
+        round=setting.round,
         weight=options.weight,
+        ranks=ranks.size,
+        batch=options.batch,
+        samples=setting.samples,
     )

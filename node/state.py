@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from node.exchange.tensor_bytes import Row, byte_view, check_layout, layout, total_bytes
-from protos.digests import StateDigest
+from protos.digests import combine, tensor_digest, torch_digest
+
+
+def main_dtype(rows: Iterable[Row]) -> str:
+    """The dtype that most bytes have; ``"float32"`` if there are none."""
+    sizes: dict[str, int] = {}
+    for row in rows:
+        sizes[row.dtype] = sizes.get(row.dtype, 0) + row.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
 
 
 class SharedState:
@@ -35,28 +43,29 @@ class SharedState:
     @property
     def dtype(self) -> str:
         """The dtype that most of the elements have, as the coordinator compares it: ``"float32"``."""
-        sizes: dict[str, int] = {}
-        for row in self.rows:
-            sizes[row.dtype] = sizes.get(row.dtype, 0) + row.nbytes
-        return max(sizes, key=lambda dtype: sizes[dtype])
+        return main_dtype(self.rows)
 
-    def digest(self) -> str:
-        """xxh3_128 over names, dtypes, shapes and bytes, in hex; straight from memory for tensors on the CPU.
+    def digests(self) -> dict[str, str]:
+        """The digest of every tensor by name, in hex; straight from memory for tensors on the CPU.
 
         Raises:
             RuntimeError: a tensor was given other storage, so that this view of the state is out of date.
         """
-        digest = StateDigest()
+        digests = {}
         for row, tensor, address, view in self._views:
             if tensor.data_ptr() != address:
                 raise RuntimeError(
                     f"the storage of shared tensor {row.name!r} was replaced: update it in place"
                 )
             if view is None:
-                digest.update_tensor(row.name, tensor)
+                digests[row.name] = torch_digest(row.name, tensor)
             else:
-                digest.update(row.name, row.dtype, row.shape, view)
-        return digest.hexdigest()
+                digests[row.name] = tensor_digest(row.name, row.dtype, row.shape, view)
+        return digests
+
+    def digest(self) -> str:
+        """The digest of all tensors together, as :func:`protos.digests.state_digest` defines it."""
+        return combine(self.digests())
 
     @torch.no_grad()
     def copy_from(self, tensors: Mapping[str, torch.Tensor], origin: str) -> None:

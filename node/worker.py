@@ -1,18 +1,21 @@
 """The worker: the training loop of a node, from the next order to the report, whatever carries the bytes.
 
-World size 1 on a local exchange and a node among thousands run the same code.
+World size 1 on a local exchange and a node among thousands run the same code, and so does every rank of a
+node of several. Only rank 0, the leader, asks for orders, reports and is interrupted; it shares its orders,
+and all ranks carry them out together.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from node import checkpoint
+from node.account import Account
 from node.checkpoint import Saving
 from node.clocks import Clocks, Stopwatch
 from node.evaluation import Data, Evaluator, Model, Validation
@@ -21,7 +24,6 @@ from node.events import (
     Evaluated,
     Listener,
     Notice,
-    RoundDone,
     RoundMissed,
     Saved,
     StateLoaded,
@@ -34,37 +36,53 @@ from node.exchange.base import (
     DonateOrder,
     Exchange,
     ExchangeError,
+    Lane,
     LoadOrder,
+    Order,
     RoundOrder,
     RoundResult,
     StopOrder,
     WorkReport,
 )
+from node.exchange.filling import Filling
 from node.exchange.in_flight import InFlight
 from node.exchange.trouble import RoundLost, TransferError
+from node.handover import Handover
+from node.joint import Figures, gathered, settled, together
+from node.ranks import Alone, Ranks
 from node.state import SharedState
-from node.training import Training, Work
+from node.training import Training, Work, watch_gradients
+from node.whole_state import WholeState
 from optim.round_optimizer import RoundOptimizer
 from optim.schedules import factor, set_learning_rates
+from protos.digests import combine
 from protos.runfile import RunFile
+
+Watch = Callable[[RoundOptimizer, Callable[[torch.Tensor], None]], None]
 
 INTERRUPTED: Final = "interrupted by its user"
 
 
 class Worker:
-    """One node's loop.
+    """One node's loop, or that of one of its ranks.
 
     Args:
         runfile: of the run.
         model: on ``device``, in its initial or loaded state.
         data: the run's.
-        optimizer: over the model's parameters.
-        exchange: joined already.
+        optimizer: over what this rank holds of the model's parameters.
+        exchange: joined already; ``None`` on ranks that do not lead.
+        ranks: of the node.
+        lane: carries what this rank holds; the exchange itself if not given.
         device: where batches go.
         round_index: the next round to train; greater than 0 after a checkpoint was loaded.
         on_event: told about everything that happens.
         saving: where checkpoints go.
         clocks: for tests.
+        accumulate: passes in which a rank reads its part of a batch.
+        overlap: send a contribution while it is being computed.
+        watch: tells of gradients, see :func:`node.training.watch_gradients`.
+        samples: first global sample index behind all that the run has leased, as far as this node knows.
     """
 
     def __init__(
@@ -73,28 +91,42 @@ class Worker:
         model: Model,
         data: Data,
         optimizer: RoundOptimizer,
-        exchange: Exchange,
+        exchange: Exchange | None,
         *,
+        ranks: Ranks | None = None,
+        lane: Lane | None = None,
         device: torch.device | str = "cpu",
         round_index: int = 0,
         on_event: Listener = lambda event: None,
         saving: Saving | None = None,
         clocks: Clocks | None = None,
+        accumulate: int = 1,
+        overlap: bool = False,
+        watch: Watch = watch_gradients,
+        samples: int = 0,
     ) -> None:
         self.state = SharedState(optimizer.shared_tensors())
         self.round = round_index
         self.waiting = False  # for others: nothing is lost if the wait is interrupted
+        self.interrupted = False  # by interrupt(): the loop ends after the present round
         self._consistent = True  # the shared state is that before self.round, not half of a result
         self._whole = True  # the shared state was not left half loaded
         self._saved = -1  # the round of the last checkpoint of this state
         self._runfile = runfile
         self._optimizer = optimizer
-        self._exchange = exchange
+        self._ranks = ranks or Alone()
+        given = lane or exchange
+        assert given is not None and (exchange is not None or self._ranks.rank), "the leader has an exchange"
+        self._exchange, self._lane = exchange, given
         self._on_event = on_event
         self._saving = saving
+        self._overlap = overlap
         place = torch.device(device)
         self._clocks = clocks or Clocks.of(place)
         self._watch = Stopwatch(self._clocks.wall)
+        optimizer.agree = self._ranks.agree
+        self._all = WholeState(self.state, self._ranks)
+        self._handover = Handover(self._all, self._ranks, exchange)
         self._training = Training(
             model,
             data,
@@ -105,14 +137,15 @@ class Worker:
             clocks=self._clocks,
             watch=self._watch,
             on_event=lambda event: self._on_event(event),
+            ranks=self._ranks,
+            accumulate=accumulate,
+            watch_gradients=watch,
         )
-        self._evaluator = Evaluator(model, data, runfile.run.validation_windows, place)
-        self.interrupted = False  # by interrupt(): the loop ends after the present round
+        self._evaluator = Evaluator(model, data, runfile.run.validation_windows, place, self._ranks)
         self._digest = ""
-        self._loss = math.nan
-        self._measured = Validation(math.nan, math.nan)
-        self._trained = self._abstained = self._tokens = 0
-        self._compute_total = self._busy_total = self._busy_mark = 0.0
+        self._account = Account(runfile.run.rounds)
+        self._busy_mark = self._load_began = 0.0
+        self._samples = samples
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -130,32 +163,18 @@ class Worker:
             self._last_evaluation()
         self.save()
         self._on_event(Stopped(stop.done, stop.reason))
-        up, down = self._exchange.bytes_counted()
-        return Summary(
-            done=stop.done,
-            reason=stop.reason,
-            round=self.round,
-            trained=self._trained,
-            abstained=self._abstained,
-            tokens=self._tokens,
-            loss=self._loss,
-            validation_loss=self._measured.loss,
-            bits_per_byte=self._measured.bits_per_byte,
-            digest=self._digest or self.state.digest(),
-            bytes_up=up,
-            bytes_down=down,
-            seconds=self._clocks.wall() - started,
-            compute_share=self._compute_total / self._busy_total if self._busy_total > 0 else 0.0,
-        )
+        lanes = gathered(self._ranks, "the bytes of all lanes", self._lane.bytes_counted())
+        seconds = self._clocks.wall() - started
+        return self._account.summary(stop, self.round, self._present_digest(), lanes, seconds)
 
     def interrupt(self) -> None:
-        """Ask the loop to end after the present round; callable from signal handlers."""
+        """Ask the loop to end after the present round; callable from signal handlers, on the leader."""
         self.interrupted = True
 
     def save(self) -> None:
         """Write a checkpoint, if there is a place for it and the shared state is that between two rounds.
 
-        Does nothing if that state is saved already.
+        Does nothing if that state is saved already. All ranks of a node call it at the same moment.
 
         Raises:
             CheckpointError: it could not be written.
@@ -179,19 +198,18 @@ class Worker:
             run_toml=self._runfile.to_toml(),
             run_digest=self._runfile.digest,
             shared=self.state.tensors,
-            shared_digest=self._digest or self.state.digest(),
+            shared_digest=self._present_digest(),
             local=self._optimizer.local_tensors(),
-            reducer=self._exchange.reducer_tensors(),
+            reducer=None if self._exchange is None else self._exchange.reducer_tensors(),
+            samples=self._samples,
+            ranks=self._ranks,
         )
         self._saved = self.round
         self._on_event(Saved(self.round, path))
 
     def _follow(self) -> StopOrder:
         while True:
-            if self.interrupted:
-                return StopOrder(done=False, reason=INTERRUPTED, evaluate=False)
-            with self._interruptible():
-                order = self._exchange.next_order()
+            order = self._ranks.share(None if self._ranks.rank else self._next_order())
             if isinstance(order, RoundOrder):
                 self._round(order)
             elif isinstance(order, DonateOrder):
@@ -201,6 +219,23 @@ class Worker:
             else:
                 return order
 
+    def _next_order(self) -> Order:
+        """The leader's next order; of an interrupt the other ranks learn by a stop."""
+        assert self._exchange is not None
+        if not self.interrupted:
+            try:
+                with self._interruptible():
+                    order = self._exchange.next_order()
+                    if isinstance(order, LoadOrder):
+                        self._whole, self._load_began = False, self._clocks.wall()
+                        self._handover.download(order)
+                    return order
+            except KeyboardInterrupt:
+                if self._ranks.size == 1:
+                    raise
+                self.interrupted = True
+        return StopOrder(done=False, reason=INTERRUPTED, evaluate=False)
+
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
         self.waiting = True
@@ -208,6 +243,9 @@ class Worker:
             yield
         finally:
             self.waiting = False
+
+    def _present_digest(self) -> str:
+        return self._digest or self._all.digest()
 
     # ------------------------------------------------------------------------------- one round
 
@@ -221,12 +259,18 @@ class Worker:
                 "node again, it will load the present state"
             )
         self._watch.restart()
-        work = self._training.begin(order)
+        self._samples = max(self._samples, order.frontier)
+        flights: list[InFlight[RoundResult]] = []
+
+        def send(payload: torch.Tensor, filling: Filling) -> None:
+            flights.append(self._fly(order, payload, "", filling))
+
+        work = self._training.begin(order, send if self._overlap else None)
         if work.reason and not order.result_ready:
-            self._abstained += 1
+            self._account.abstained += 1
             self._on_event(Abstained(order.round, work.reason))
         try:
-            result = self._reduce(order, work)
+            result = self._reduce(order, work, flights)
         except RoundLost as lost:
             self._on_event(RoundMissed(order.round, str(lost)))
             return
@@ -237,26 +281,54 @@ class Worker:
         self.round = order.round + 1
         self._consistent, self._training.ahead = True, 0
         with self._watch.phase("digest"):
-            self._digest = self.state.digest()
-        self._trained += result.counted
-        self._tokens += work.tokens
-        self._loss = work.loss if work.tokens else self._loss
-        self._compute_total += work.compute
-        self._tell(work, result, self._take_busy(), self._evaluate() if order.evaluate else None)
+            digests = self.state.digests()
+        up, down = self._lane.bytes_counted()
+        mine = Figures(digests, work.loss, work.tokens, work.compute, self._take_busy(), up, down)
+        figures = together(self._ranks, order.round, mine)
+        self._digest = combine(figures.digests)
+        measured = self._evaluate() if order.evaluate else None
+        report, done = self._account.round(work, figures, result, self._watch, measured)
+        self._report(report)
+        self._on_event(done)
         if self._saving is not None and self._saving.every and self.round % self._saving.every == 0:
             self.save()
 
-    def _reduce(self, order: RoundOrder, work: Work) -> RoundResult:
-        """Exchange; the micro-steps that are left run meanwhile."""
-        if not work.unfinished:
-            self._training.finish(work)
-            with self._watch.phase("exchange"), self._interruptible():
-                return self._exchange.reduce(order, work.payload, work.reason)
-        payload, reason = work.payload, work.reason
-        flight = InFlight(lambda: self._exchange.reduce(order, payload, reason), f"atoll-round-{order.round}")
+    def _fly(
+        self, order: RoundOrder, payload: torch.Tensor | None, reason: str, filling: Filling | None = None
+    ) -> InFlight[RoundResult]:
+        """Exchange in a thread of its own."""
+
+        def carry() -> RoundResult:
+            with self._watch.span("flight"):
+                return self._lane.reduce(order, payload, reason, filling)
+
+        return InFlight(carry, f"atoll-round-{order.round}")
+
+    def _reduce(self, order: RoundOrder, work: Work, flights: list[InFlight[RoundResult]]) -> RoundResult:
+        """Exchange, if that is not on its way; the micro-steps that are left run meanwhile.
+
+        Raises:
+            RoundLost: a lane of the node was lost.
+        """
+        if work.unfinished and not flights:
+            flights.append(self._fly(order, work.payload, work.reason))
         self._training.finish(work)
-        with self._watch.phase("exchange"), self._interruptible():
-            return flight.result()
+        outcome: RoundResult | ExchangeError
+        with self._watch.phase("exchange"):
+            try:
+                with self._interruptible() if self._ranks.size == 1 else nullcontext():
+                    if flights:
+                        outcome = flights[0].result()
+                    else:
+                        outcome = self._lane.reduce(order, work.payload, work.reason)
+            except ExchangeError as error:
+                outcome = error
+            counted = settled(self._ranks, order.round, outcome)
+        assert isinstance(outcome, RoundResult), "settled() raises what a lane has raised"
+        payload = outcome.payload
+        if payload is None and outcome.voters and not self._optimizer.lane.of(order.round).result_nbytes:
+            payload = torch.empty(0, dtype=torch.uint8)  # a result without bytes for this rank is one
+        return replace(outcome, counted=counted, payload=payload)
 
     def _set_rate(self, moment: float) -> None:
         """``moment`` in rounds: a fraction is a micro-step within one."""
@@ -265,73 +337,25 @@ class Worker:
         rate = factor(moment, run.rounds, warmup=warmup, shape=shape, final=final)
         set_learning_rates(self._optimizer, rate)
 
-    def _tell(self, work: Work, result: RoundResult, busy: float, measured: Validation | None) -> None:
-        """Report to the others, and to whoever listens here."""
-        validation_loss = measured.loss if measured else None
-        bits_per_byte = measured.bits_per_byte if measured else None
-        self._exchange.report(
-            WorkReport(
-                round=result.round,
-                state_digest=self._digest,
-                loss=work.loss,
-                tokens=work.tokens,
-                compute_seconds=work.compute,
-                busy_seconds=busy,
-                validation_loss=validation_loss,
-                bits_per_byte=bits_per_byte,
-            )
-        )
-        up, down = self._exchange.bytes_counted()
-        self._on_event(
-            RoundDone(
-                round=result.round,
-                rounds=self._runfile.run.rounds,
-                loss=work.loss,
-                tokens=work.tokens,
-                counted=result.counted,
-                voters=result.voters,
-                agreement=result.agreement,
-                reason=result.reason,
-                digest=self._digest,
-                bytes_up=up,
-                bytes_down=down,
-                compute_seconds=work.compute,
-                busy_seconds=busy,
-                seconds=self._watch.seconds,
-                validation_loss=validation_loss,
-                bits_per_byte=bits_per_byte,
-                micro_steps=work.done,
-                skipped=work.skipped,
-            )
-        )
+    def _report(self, report: WorkReport) -> None:
+        if self._exchange is not None:
+            self._exchange.report(report)
 
     def _take_busy(self) -> float:
         mark, self._busy_mark = self._busy_mark, self._clocks.cpu()
-        busy = self._busy_mark - mark
-        self._busy_total += busy
-        return busy
+        return self._busy_mark - mark
 
     def _evaluate(self) -> Validation:
         """Measure the shared state; its CPU time counts neither as compute nor as overhead of a round."""
         with self._watch.phase("evaluate"), self._optimizer.evaluating():
-            self._measured = self._evaluator.measure()
+            measured = self._account.measured = self._evaluator.measure()
         self._busy_mark = self._clocks.cpu()
-        return self._measured
+        return measured
 
     def _last_evaluation(self) -> None:
-        measured = self._evaluate()
-        report = WorkReport(
-            round=self.round - 1,
-            state_digest=self._digest or self.state.digest(),
-            loss=self._loss,
-            tokens=0,
-            compute_seconds=0.0,
-            busy_seconds=self._take_busy(),
-            validation_loss=measured.loss,
-            bits_per_byte=measured.bits_per_byte,
-        )
-        self._exchange.report(report)
-        self._on_event(Evaluated(self.round - 1, measured.loss, measured.bits_per_byte))
+        measured, last = self._evaluate(), self.round - 1
+        self._report(self._account.evaluated(last, self._present_digest(), self._take_busy()))
+        self._on_event(Evaluated(last, measured.loss, measured.bits_per_byte))
 
     # ----------------------------------------------------------------------------- shared state
 
@@ -341,27 +365,20 @@ class Worker:
             reason = f"asked for the state of round {order.round}, this node holds that of round {self.round}"
             self._on_event(TransferFailed(order.round, reason))
             return
-        digest = self._digest or self.state.digest()
+        digest = self._present_digest()
         try:
-            with self._interruptible():
-                self._exchange.donate(order, self.state.tensors, digest)
+            with self._interruptible() if self._ranks.size == 1 else nullcontext():
+                self._handover.donate(order, digest)
         except TransferError as error:
             self._on_event(TransferFailed(order.round, str(error)))
             return
-        self._on_event(StateSent(order.round, self.state.nbytes, self._clocks.wall() - start))
+        self._on_event(StateSent(order.round, self._all.nbytes, self._clocks.wall() - start))
 
     def _load(self, order: LoadOrder) -> None:
         """Replace the shared state. Momenta and error feedback stay: they are this node's own."""
-        start = self._clocks.wall()
         self._whole, self._saved = False, -1
         try:
-            with self._interruptible():
-                announced = self._exchange.load(order, self.state.tensors)
-            digest = self.state.digest()
-            if digest != announced:
-                raise TransferError(
-                    f"the loaded state has the digest {digest}, the donor announced {announced}"
-                )
+            digest = self._handover.load(order)
         except TransferError as error:
             self._on_event(TransferFailed(order.round, str(error)))
             return
@@ -369,5 +386,9 @@ class Worker:
         self._whole = self._consistent = True
         self._digest = digest
         self.round = order.round
-        self._exchange.ready(order.round, digest)
-        self._on_event(StateLoaded(order.round, self.state.nbytes, digest, self._clocks.wall() - start))
+        self._samples = max(self._samples, order.frontier)
+        if self._exchange is not None:
+            self._exchange.ready(order.round, digest)
+        self._on_event(
+            StateLoaded(order.round, self._all.nbytes, digest, self._clocks.wall() - self._load_began)
+        )

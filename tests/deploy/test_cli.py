@@ -137,6 +137,22 @@ def test_check_as_json(tmp_path: Path) -> None:
     assert values["state"] == {"device_bytes": 4 * costs["parameters"], "host_bytes": 0, "complete": True}
 
 
+def test_check_shows_the_memory_of_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[method]\nname = 'muloco'\n")
+    result = runner.invoke(app, ["run", "check", str(file), "--ranks", "2"])
+    assert result.exit_code == 0, result.output
+    for text in ("the fullest of 2 ranks", "state in host memory", "between rounds", "the most in a round"):
+        assert text in result.output
+    result = runner.invoke(app, ["run", "check", str(file), "--ranks", "2", "--json"])
+    values = json.loads(result.output)
+    parameters = values["round"]["parameters"]
+    assert sum(rank["weights"] for rank in values["ranks"]) == 4 * parameters
+    for key in ("device", "host"):
+        assert sum(rank["state"][key] for rank in values["ranks"]) == values["state"][f"{key}_bytes"]
+    assert all(rank["peak"] > rank["resting"] > 0 for rank in values["ranks"])
+
+
 @pytest.mark.parametrize(
     ("method", "expected"),
     [

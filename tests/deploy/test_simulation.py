@@ -96,6 +96,8 @@ METHODS: dict[str, tuple[dict[str, Any], int, int]] = {  # method, rounds, nodes
     "muloco-1bit": ({"name": "muloco-1bit", "local_steps": 3}, 5, 3),
     "lordo": ({"name": "lordo", "local_steps": 3, "rank": 4}, 4, 3),
     "lowrank-ddp": ({"name": "lowrank-ddp", "rank": 4, "basis_every": 3, "omega": 1.0}, 5, 2),
+    "late votes": ({"name": "sign-muon", "delay": 1}, 5, 3),
+    "late means": ({"name": "lowrank-ddp", "rank": 4, "basis_every": 2, "delay": 1}, 5, 2),
     "streaming": (
         {"name": "muloco", "local_steps": 6, "fragments": 2, "overlap": 1, "codec": "lowrank:2+1bit"},
         4,
@@ -117,14 +119,27 @@ def test_losses_and_digests_are_those_of_real_nodes(name: str) -> None:
         assert record.loss == pytest.approx(sum(event.loss for event in events) / nodes, rel=1e-14)
         (validation,) = {e.validation_loss for e in events if e.validation_loss is not None} or {None}
         assert (record.validation.loss if record.validation else None) == validation
-        assert record.counted == nodes
+        assert record.counted == (nodes if index or "delay" not in method else 0)
     assert records[-1].tokens == sum(event.tokens for events in told.values() for event in events)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("name", ["sign-muon", "signum", "ddp-muon", "ddp-adamw", "lowrank-ddp"])
-def test_one_model_for_all_nodes_changes_nothing(name: str) -> None:
-    run = run_file({"name": name}, rounds=4, nodes=3)
+def test_one_model_for_all_nodes_changes_nothing(name: str, delay: int) -> None:
+    run = run_file({"name": name, "delay": delay}, rounds=4, nodes=3)
     assert simulated(run, share=True) == simulated(run, share=False)
+
+
+LATE = (5.5416, 5.5263, 5.5428, 5.5064, 5.4928, 5.4886)
+
+
+def test_losses_of_late_votes_fall_as_they_did() -> None:
+    """The first contribution is made of the gradient of round 0, whose samples are leased once more."""
+    records, digests = simulated(run_file({"name": "sign-muon", "delay": 1}, rounds=8, nodes=2, batch=4))
+    assert [record.counted for record in records] == [0] + [2] * 7
+    assert digests[0] != digests[1] and records[0].bytes_down == 0
+    assert records[0].loss == records[1].loss, "nothing was applied between them"
+    assert [record.loss for record in records[2:]] == pytest.approx(LATE, rel=1e-3)
 
 
 def test_records_add_up() -> None:

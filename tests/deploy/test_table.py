@@ -101,6 +101,18 @@ def test_a_method_without_votes_shows_no_agreement_and_its_ways() -> None:
     assert "in 1.8 MB out 1.79 MB" in progress_line(reply)
 
 
+def test_the_ranks_of_nodes_are_shown_where_one_has_several() -> None:
+    reply = _reply()
+    assert "ranks" not in _text(roster_table(reply.nodes))
+    reply.nodes[1].ranks = 8
+    for width in (160, 80):
+        lines = [line.split() for line in _text(roster_table(reply.nodes), width).splitlines()]
+        header = next(line for line in lines if "ranks" in line)
+        rows = {line[0]: line for line in reversed(lines) if line and line[0].startswith("node-")}
+        assert rows["node-1"][header.index("ranks")] == "8"
+        assert rows["node-0"][header.index("ranks") + 1] == "1"  # its name has two words
+
+
 def test_names_from_nodes_are_not_markup() -> None:
     assert "reef [bold]" in _text(roster_table(_reply().nodes))
 

@@ -1,0 +1,176 @@
+"""The commands that train: `atoll join` and `atoll train`, as one process or as the ranks of one node."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from deploy.errors import INTERRUPTED, UserError
+from deploy.options import (
+    AccumulateOption,
+    BatchOption,
+    DataOption,
+    DeviceOption,
+    EventsOption,
+    InviteText,
+    MetricsOption,
+    NprocOption,
+    PrecisionOption,
+    Quiet,
+    ResumeOption,
+    RunFilePath,
+    SaveEvery,
+    SaveOption,
+    ThreadsOption,
+)
+from deploy.ranks import leads, run_ranks, under_torchrun, without_option
+from deploy.terminal import console
+
+if TYPE_CHECKING:
+    from node.events import Listener
+    from node.setting import Precision
+    from protos.address import Address
+
+
+def join(
+    invite: InviteText,
+    name: Annotated[str, typer.Option(help="What the others see; the host's name if not given.")] = "",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = 0,
+    save: SaveOption = None,
+    save_every: SaveEvery = None,
+    resume: ResumeOption = None,
+    data: DataOption = None,
+    weight: Annotated[int, typer.Option(min=1, max=65535, help="Weight of this node's vote.")] = 1,
+    wait: Annotated[str, typer.Option(help="How long to wait for a coordinator that is not there.")] = "120s",
+    nproc: NprocOption = 1,
+    batch: BatchOption = 0,
+    accumulate: AccumulateOption = 1,
+    precision: PrecisionOption = "fp32",
+    metrics: MetricsOption = None,
+    events: EventsOption = None,
+    quiet: Quiet = False,
+) -> None:
+    """Take part in a run. Ctrl-C leaves it cleanly."""
+    from protos.invite import Invite
+    from protos.units import parse_duration
+
+    where, patience = Invite.parse(invite), parse_duration(wait)
+    chosen = _precision(precision)
+    _spread(nproc)
+    from node.launch import Options
+    from node.launch import join as join_run
+
+    options = Options(
+        name=name,
+        device=device,
+        threads=threads,
+        save=save,
+        save_every=save_every,
+        resume=resume,
+        data=data,
+        weight=weight,
+        wait=patience,
+        batch=batch,
+        accumulate=accumulate,
+        precision=chosen,
+        metrics=address(metrics),
+    )
+    with _told(events, quiet) as tell:
+        try:
+            summary = join_run(where, options, tell)
+        except KeyboardInterrupt:
+            typer.echo(f"left the run of {where.address}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+    if not summary.done and leads():  # another rank's code would end the leader before it has taken leave
+        raise typer.Exit(1)
+
+
+def train(
+    file: RunFilePath,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = 0,
+    save: SaveOption = None,
+    save_every: SaveEvery = None,
+    resume: ResumeOption = None,
+    data: DataOption = None,
+    nproc: NprocOption = 1,
+    batch: BatchOption = 0,
+    accumulate: AccumulateOption = 1,
+    precision: PrecisionOption = "fp32",
+    metrics: MetricsOption = None,
+    events: EventsOption = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train on this machine alone, without a coordinator."""
+    from protos.runfile import RunFile
+
+    runfile, chosen = RunFile.load(file), _precision(precision)
+    _spread(nproc)
+    from node.launch import Options
+    from node.launch import train as train_alone
+
+    options = Options(
+        device=device,
+        threads=threads,
+        save=save,
+        save_every=save_every,
+        resume=resume,
+        data=data,
+        batch=batch,
+        accumulate=accumulate,
+        precision=chosen,
+        metrics=address(metrics),
+    )
+    with _told(events, quiet) as tell:
+        try:
+            summary = train_alone(runfile, options, tell)
+        except KeyboardInterrupt:
+            saved = f"; the state is saved in {save}" if save else "; nothing is saved without --save"
+            typer.echo(f"stopped before the end{saved}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+    if not summary.done and leads():
+        raise typer.Exit(1)
+
+
+def _precision(text: str) -> Precision:
+    if text not in ("fp32", "bf16"):
+        raise UserError(f"--precision is fp32 or bf16, not {text!r}")
+    return cast("Precision", text)
+
+
+def _spread(nproc: int) -> None:
+    """Start this command anew on several ranks, if that is wanted, and end with their exit code."""
+    if nproc == 1:
+        return
+    if under_torchrun():
+        raise UserError("torchrun has started the ranks already: leave --nproc out")
+    raise typer.Exit(run_ranks(nproc, without_option(sys.argv[1:])))
+
+
+@contextmanager
+def _told(log: Path | None, quiet: bool) -> Iterator[Listener]:
+    """A listener for the terminal and, if wanted, a file; SIGTERM unwinds within."""
+    from deploy.processes import unwinding_signals
+    from deploy.progress import EventLog, Progress, all_of
+
+    with ExitStack() as stack:
+        listeners: list[Listener] = []
+        if leads():
+            listeners.append(stack.enter_context(Progress(console(), quiet=quiet)))
+        if log is not None and leads():
+            listeners.append(stack.enter_context(EventLog(log)))
+        stack.enter_context(unwinding_signals())
+        yield all_of(listeners)
+
+
+def address(text: str | None) -> Address | None:
+    """HOST:PORT, if it is given."""
+    from protos.address import Address
+
+    return None if text is None else Address.parse(text)

@@ -1,0 +1,70 @@
+"""The ranks of one node on one machine: torchrun's agent, in this process, with our own exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from deploy.processes import PARENT_KEY
+
+GRACE_SECONDS = 600  # after Ctrl-C, for the round in progress, its checkpoint and the farewell
+
+_OPTION = "--nproc"
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank already."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def leads() -> bool:
+    """Whether this process speaks for its node: it is alone, or rank 0."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def without_option(arguments: Sequence[str]) -> list[str]:
+    """The command line of a rank: that of its node without ``--nproc``."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip or argument.startswith(f"{_OPTION}="):
+            skip = False
+        elif argument == _OPTION:
+            skip = True
+        else:
+            kept.append(argument)
+    return kept
+
+
+def run_ranks(ranks: int, arguments: Sequence[str]) -> int:
+    """Run ``python -m atoll ARGUMENTS`` on so many ranks under torchrun's agent, until all have ended.
+
+    Ctrl-C and SIGTERM are handed on to the ranks, which get :data:`GRACE_SECONDS` to end in order. They
+    cannot outlive this process.
+
+    Returns:
+        0 if all of them ended well; else the exit code of the node: that of its leader if it has one, or of
+        the rank that failed first.
+    """
+    os.environ[PARENT_KEY] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # the agent's own log repeats what the ranks say,
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # by two kinds of loggers
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    command = ["--standalone", f"--nproc-per-node={ranks}", "-m", "atoll", *arguments]
+    try:
+        agent: Any = torchrun
+        agent.run(agent.parse_args(command))
+    except SignalException as signalled:
+        return 128 + signal.Signals(signalled.sigval).value
+    except ChildFailedError as error:
+        failure = error.failures.get(0) or error.get_first_failure()[1]
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
