@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from bench.island_ranks import Member, Ranks, world
 from bench.live_bytes import LiveBytes
 from bench.report import Report
 from deploy.memory import RankBytes, rank_bytes
+from node.exchange.base import RoundOrder, RoundResult
+from node.exchange.filling import Filling
 from node.exchange.local import LocalExchange
 from node.island.ranks import IslandRanks
 from node.model import model_on_meta
@@ -88,13 +90,30 @@ class Islands:
         return self._pool.run(_train, ranks, run.to_toml(), self._store.port, self._runs)
 
 
+class Returned(LocalExchange):
+    """As alone, but the result is never the contribution itself, as none is that comes from elsewhere."""
+
+    def reduce(
+        self,
+        order: RoundOrder,
+        payload: Tensor | None,
+        abstain_reason: str = "",
+        filling: Filling | None = None,
+    ) -> RoundResult:
+        """See the base class."""
+        result = super().reduce(order, payload, abstain_reason, filling)
+        if result.payload is None or result.payload is not payload:
+            return result
+        return replace(result, payload=result.payload.clone())
+
+
 def _train(member: Member, text: str, port: int, number: int) -> Held:
     run = RunFile.parse(text)
     ranks = _meet(member, port, number) if member.ranks > 1 else Alone()
     with LiveBytes() as live:
         setting = build(run, Options(device="cpu", threads=1), lambda event: None, ranks)
         optimizer = setting.optimizer
-        exchange = LocalExchange(
+        exchange = Returned(
             optimizer.lane, rounds=ROUNDS, batch=run.data.batch, micro_steps=optimizer.micro_steps
         )
         worker = Worker(

@@ -52,11 +52,10 @@ class Case:
         return Run(values, overlap)
 
 
-WIDE: Final = {"d_model": 512, "layers": 6, "heads": 8, "context": 64}
 CASES: Final = (
-    Case("ddp-adamw", {"d_model": 256, "layers": 6, "heads": 4, "context": 64}, 24),
-    Case("signum", WIDE, 2),
-    Case("sign-muon", WIDE, 1),
+    Case("ddp-adamw", {"d_model": 256, "layers": 4, "heads": 4, "context": 64}, 24),
+    Case("signum", {"d_model": 512, "layers": 6, "heads": 8, "context": 16}, 5),
+    Case("sign-muon", {"d_model": 256, "layers": 4, "heads": 4, "context": 16}, 1),
 )
 QUICK: Final = (Case("ddp-adamw", {"d_model": 128, "layers": 4, "heads": 4, "context": 64}, 16),)
 
@@ -71,7 +70,7 @@ class Size:
     try_rounds: int
 
 
-FULL: Final = Size(rounds=WARM_ROUNDS + 9, passes=5, tries=3, try_rounds=WARM_ROUNDS + 4)
+FULL: Final = Size(rounds=WARM_ROUNDS + 7, passes=4, tries=3, try_rounds=WARM_ROUNDS + 4)
 SHORT: Final = Size(rounds=WARM_ROUNDS + 4, passes=1, tries=1, try_rounds=WARM_ROUNDS + 2)
 
 

@@ -85,8 +85,7 @@ class Fleet:
             RankFailed: a node or the coordinator failed.
         """
         host, port = self._free()
-        text, options = run.file.to_toml(), {"overlap": run.overlap}
-        answers = self._ranks.run(take_part, NODES + 1, text, options, host, port)
+        answers = self._ranks.run(take_part, NODES + 1, run.file.to_toml(), run.overlap, host, port)
         return Course(answers[:NODES])
 
     def _free(self) -> tuple[str, int]:
@@ -116,7 +115,7 @@ def fleet(*, shaped: bool) -> Iterator[Fleet]:
         yield processes
 
 
-def take_part(member: Member, text: str, options: dict[str, Any], host: str, port: int) -> list[RoundDone]:
+def take_part(member: Member, text: str, overlap: bool, host: str, port: int) -> list[RoundDone]:
     """The work of one process: a node, whose rounds are returned, or the coordinator, if it is the last."""
     run = RunFile.parse(text)
     if member.rank == member.ranks - 1:
@@ -126,7 +125,7 @@ def take_part(member: Member, text: str, options: dict[str, Any], host: str, por
     from protos.invite import Invite
 
     rounds: list[RoundDone] = []
-    choices = Options(name=f"node {member.rank}", device="cpu", threads=1, wait=60.0, **options)
+    choices = Options(name=f"node {member.rank}", device="cpu", threads=1, wait=60.0, overlap=overlap)
     join(
         Invite(TOKEN, host, port),
         choices,

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 FP32_BYTES = 4
 SCRATCH: Final = 8  # fp32 copies of the largest tensor that a step, or the decoding of a result, has at once
-ADAMW_CHUNK: Final = 1 << 24  # entries that a local AdamW updates together
 _ADAMW = 2 * FP32_BYTES  # two moments an entry
 _MOMENTUM = FP32_BYTES
 
@@ -136,8 +135,10 @@ def lanes_of(tables: TableSchedule, owners: Mapping[str, int], ranks: int) -> li
 
 def _denominators(method: MethodConfig, held: Sequence[Weight]) -> int:
     """Of a local AdamW: one entry a parameter, of as many as it updates together."""
+    from optim.local.adamw import CHUNK_ELEMENTS
+
     adamw = [w for w in held if w.role != "matrix" or method.optimizer == "adamw"]
-    return FP32_BYTES * min(ADAMW_CHUNK, sum(prod(weight.shape) for weight in adamw))
+    return FP32_BYTES * min(CHUNK_ELEMENTS, sum(prod(weight.shape) for weight in adamw))
 
 
 def _proposed(method: MethodConfig, held: Sequence[Weight], lane: TableSchedule) -> int:

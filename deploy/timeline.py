@@ -30,7 +30,7 @@ LOOKS: Final = {
     "data": ("#56b4c9", "reading data"),
     "compute": ("#0b6e99", "forward and backward"),
     "propose": ("#588157", "writing the contribution"),
-    "flight": ("#f2c6a5", "exchanging meanwhile, as gradients come"),
+    "flight": ("#f2c6a5", "exchanging meanwhile"),
     "exchange": ("#c8553d", "waiting for the result"),
     "apply": ("#6d597a", "applying it"),
     "digest": ("#b7a3c4", "digest of the state"),

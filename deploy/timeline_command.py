@@ -30,6 +30,8 @@ def timeline(
     nodes = [read(path) for path in events]
     panel = together("", nodes, first=None if first is None else first - 1, count=rounds)
     shown = panel.nodes[0].rounds
-    numbers = f"round {shown[0].number + 1}" + (f" to {shown[-1].number + 1}" if len(shown) > 1 else "")
+    numbers = f"round {shown[0].number + 1}"
+    if len(shown) > 1:
+        numbers = f"rounds {shown[0].number + 1} to {shown[-1].number + 1}"
     draw(out, f"Where the time goes: {numbers}", [panel])
     typer.echo(f"wrote {out}: {numbers} of {', '.join(node.name for node in panel.nodes)}")

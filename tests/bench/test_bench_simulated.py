@@ -95,7 +95,8 @@ def test_the_table_of_methods_has_all_presets_at_equal_tokens(steps: int) -> Non
 def test_variants_are_measured_against_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "simulate", pretend)
     report = variants.run(False)
-    outcomes = pretend([variants.PRESET, *variants.VARIANTS], steps=variants.STEPS, seeds=variants.SEEDS)
+    cases = [variants.PRESET, *variants.VARIANTS, methods.SIGN_MUON, variants.LATE]
+    outcomes = pretend(cases, steps=variants.STEPS, seeds=variants.SEEDS)
     losses = Losses(outcomes)
     for case in variants.VARIANTS:
         case.entry(variants.STEPS).runfile(0)  # a run file that is accepted

@@ -108,7 +108,7 @@ def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.png"
     result = runner.invoke(app, ["timeline", *map(str, logs), "-o", str(out), "--from", "2", "--rounds", "3"])
     assert result.exit_code == 0, result.output
-    assert result.output == f"wrote {out}: round 2 to 4 of reef, lagoon\n"
+    assert result.output == f"wrote {out}: rounds 2 to 4 of reef, lagoon\n"
     assert out.stat().st_size > 10_000
     assert "Example: atoll timeline reef.jsonl" in runner.invoke(app, ["timeline", "--help"]).output
 

@@ -1,8 +1,8 @@
 """One rank of an island in a process of its own, which takes part in one run after another.
 
-Started with the environment of torchrun. Every line of stdin is a JSON object (``number`` of the run,
-``invite``, ``options``); stdout tells in JSON, a line each, that the node has joined, what a round came to,
-and the end.
+Every line of stdin is a JSON object (``environment`` as torchrun sets it, ``invite``, ``options``); the
+environment may make the same processes ranks of another island. stdout tells in JSON, a line each, that the
+node has joined, what a round came to, and the end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from deploy.processes import follow_parent
 from node.events import Event, Joined, RoundDone, RoundMissed, Saved, StateLoaded, StateSent, Summary
 from node.island.collectives import Collectives
 from node.launch import Options, join
@@ -76,10 +79,13 @@ class Counted:
 
 
 def main() -> None:
+    follow_parent()
     counted = Counted()
     for line in sys.stdin:
         order = json.loads(line)
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order["number"])
+        if os.environ.get("MASTER_PORT") not in (None, order["environment"]["MASTER_PORT"]):
+            dist.destroy_process_group()
+        os.environ.update(order["environment"])
         options = dict(order["options"])
         for name in ("save", "resume"):
             if name in options:

@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.processes import PARENT_KEY
 from node.events import Event, Joined, RoundDone
 from node.launch import Options, join
 from protos.invite import Invite
@@ -33,19 +35,15 @@ def small_run(method: str, *, nodes: int, rounds: int, **settings: Any) -> RunFi
 
 
 class RankProcess:
-    """One rank; what it tells comes line by line."""
+    """A process that is one rank of an island; what it tells comes line by line."""
 
-    def __init__(self, rank: int, size: int, port: int) -> None:
+    def __init__(self) -> None:
         environment = {
             **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": str(ROOT),
+            PARENT_KEY: str(os.getpid()),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.node.island_driver"],
@@ -81,12 +79,12 @@ class RankProcess:
 
 
 class Island:
-    """The ranks of one node."""
+    """The ranks of one node: ``size`` new processes, or some that were ranks of others before."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, processes: Sequence[RankProcess] = ()) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.ranks = [RankProcess(rank, size, port) for rank in range(size)]
+            self._port = free.getsockname()[1]
+        self.ranks = list(processes) or [RankProcess() for _ in range(size)]
         self._runs = 0
 
     @property
@@ -95,8 +93,16 @@ class Island:
 
     def join(self, invite: Invite, **options: Any) -> str:
         """Take part from now on; returns the node's name."""
-        for rank in self.ranks:
-            rank.order(number=self._runs, invite=str(invite), options={"wait": 60.0, **options})
+        for number, rank in enumerate(self.ranks):
+            environment = {
+                "RANK": str(number),
+                "LOCAL_RANK": str(number),
+                "WORLD_SIZE": str(self.size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._port),
+                "TORCHELASTIC_RESTART_COUNT": str(self._runs),
+            }
+            rank.order(environment=environment, invite=str(invite), options={"wait": 60.0, **options})
         self._runs += 1
         name: str = self.ranks[0].until("joined")[0]["joined"]
         return name
