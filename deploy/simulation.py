@@ -190,8 +190,9 @@ class Simulation:
             works, counted = self._exchange(index, micro)
             steps += micro
             tokens += sum(work.tokens for work in works)
-            up += table.nbytes
-            down += table.result_nbytes if counted else 0
+            if counted:  # with a delay, the first round has nothing to send
+                up += table.nbytes
+                down += table.result_nbytes
             yield RoundRecord(
                 round=index,
                 steps=steps,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from deploy.costs import run_costs
 from deploy.demo import Options, run_files

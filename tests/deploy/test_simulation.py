@@ -137,6 +137,7 @@ def test_losses_of_late_votes_fall_as_they_did() -> None:
     """The first contribution is made of the gradient of round 0, whose samples are leased once more."""
     records, digests = simulated(run_file({"name": "sign-muon", "delay": 1}, rounds=8, nodes=2, batch=4))
     assert [record.counted for record in records] == [0] + [2] * 7
+    assert [record.bytes_up for record in records] == [index * records[1].bytes_up for index in range(8)]
     assert digests[0] != digests[1] and records[0].bytes_down == 0
     assert records[0].loss == records[1].loss, "nothing was applied between them"
     assert [record.loss for record in records[2:]] == pytest.approx(LATE, rel=1e-3)

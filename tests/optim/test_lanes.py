@@ -88,7 +88,12 @@ def check_same(case: str, size: int, rounds: int = ROUNDS, **options) -> Island:
 
 
 @pytest.mark.parametrize(
-    ("case", "size"), [(case, size) for case in CASES for size in ((1, 2, 3, 5) if case in PRESETS else (3,))]
+    ("case", "size"),
+    [
+        *((case, size) for case in PRESETS for size in (2, 5)),  # the last of five ranks holds nothing
+        *((case, 3) for case in CASES if case not in PRESETS),
+        *((case, 1) for case in ("sign-muon", "muloco-1bit")),
+    ],
 )
 def test_lanes_together_are_the_contribution_of_one_rank(case: str, size: int) -> None:
     island = check_same(case, size)
@@ -100,11 +105,14 @@ def test_lanes_together_are_the_contribution_of_one_rank(case: str, size: int) -
     assert all(rank.tables == optimizer.tables for rank in island.ranks)
 
 
-@pytest.mark.parametrize("case", ["sign-muon", "ddp-adamw", "lowrank-ddp", "muloco", "lordo", "muloco-1bit"])
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [
+        *((case, 0) for case in ("sign-muon", "ddp-adamw", "lowrank-ddp", "muloco")),
+        *((case, 2) for case in ("muloco", "lordo", "muloco-1bit")),
+    ],
+)
 def test_a_gradient_that_is_not_finite_stops_all_ranks(case: str, step: int) -> None:
-    config = config_of(case)
-    step = min(step, build_method(config, lane_rig.model()).micro_steps(1) - 1)
     check_same(case, 3, spoil=(1, step, "3.weight"))
 
 
