@@ -131,12 +131,13 @@ def ranks_view(ranks: Sequence[RankBytes]) -> RenderableType:
     }
     average = sum(one.resting for one in ranks) / len(ranks)
     most = max(ranks, key=lambda one: one.peak)
+    more = "" if full.state.known else " and what the class of torch.optim keeps"
     rows: list[tuple[str, RenderableType]] = [
         (name, format_bytes(nbytes)) for name, nbytes in kinds.items() if nbytes
     ]
     rows += [
-        ("between rounds", f"{format_bytes(full.resting)}; a rank on average {format_bytes(average)}"),
-        ("the most in a round", f"{format_bytes(most.peak)} and activations, in fp32"),
+        ("between rounds", f"{format_bytes(full.resting)}{more}; a rank on average {format_bytes(average)}"),
+        ("the most in a round", f"{format_bytes(most.peak)} and activations{more}, in fp32"),
     ]
     return facts(rows, title=f"the fullest of {len(ranks)} ranks" if len(ranks) > 1 else "a node of one rank")
 

@@ -10,7 +10,7 @@ import os
 import signal
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -33,9 +33,6 @@ from deploy.ranks import leads
 from deploy.terminal import console as _console
 from deploy.timeline_command import EXAMPLE as TIMELINE
 from deploy.timeline_command import timeline
-
-if TYPE_CHECKING:
-    pass
 
 
 class Commands(TyperGroup):

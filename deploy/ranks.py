@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,17 @@ def run_ranks(ranks: int, arguments: Sequence[str]) -> int:
     except SignalException as signalled:
         return 128 + signal.Signals(signalled.sigval).value
     except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:
+                print(f"atoll: {_killed(rank, failure.pid, -failure.exitcode)}", file=sys.stderr)
         failure = error.failures.get(0) or error.get_first_failure()[1]
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def _killed(rank: int, pid: int, number: int) -> str:
+    who = ", by somebody or by the system as memory ran out" if number == signal.SIGKILL else ""
+    return (
+        f"rank {rank} of this node (process {pid}) was ended by {signal.Signals(number).name}{who}. To come "
+        "back, give the same command, and --resume with the folder of --save if there is one"
+    )

@@ -11,7 +11,6 @@ under another name, synced and renamed, so a folder of that name is always compl
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from node.checkpoint_meta import (
     repeated,
 )
 from node.exchange.tensor_bytes import LayoutError, check_layout, layout
+from node.joint import gathered
 from node.ranks import Alone, Ranks
 from protos.digests import combine
 
@@ -328,7 +328,7 @@ def _together(ranks: Ranks, what: str, action: Callable[[], tuple[T, Any]]) -> t
         failure, cause = str(error), error
     except (OSError, ValueError) as error:
         failure, cause = reason(error), error
-    answers = [json.loads(text) for text in ranks.gather(what, json.dumps([told, failure]).encode())]
+    answers = gathered(ranks, what, [told, failure])
     for rank, (_, why) in enumerate(answers):
         if why:
             raise CheckpointError(why if ranks.size == 1 else f"rank {rank}: {why}") from cause

@@ -49,6 +49,11 @@ def ranks_here(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("WORLD_SIZE", "1")) if "RANK" in environment else 1
 
 
+def leads_here(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the rank that leads its node."""
+    return ranks_here(environment) == 1 or environment["RANK"] == "0"
+
+
 def join(invite: Invite, options: Options, on_event: Listener = lambda event: None) -> Summary:
     """Take part in the run of a coordinator until it stops; under torchrun as one node of several ranks.
 
@@ -87,7 +92,14 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
         if island is not None and island.rank:
             exchange.close("the leader of this node joins")
             own = LaneExchange(
-                invite, island.news, tables, lane, weight=options.weight, meter=exchange.meter, limits=limits
+                invite,
+                island.news,
+                tables,
+                lane,
+                weight=options.weight,
+                say=lambda text: emit(Notice(f"rank {island.rank}: {text}")),
+                meter=exchange.meter,
+                limits=limits,
             )
             farewell.first(own.close)
             return _work(setting, None, own, ranks, options, emit, farewell)
@@ -293,8 +305,8 @@ def _polite_interrupts(worker: Worker, ranks: Ranks) -> Iterator[None]:
 
 
 def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[NodeMetrics | None, Listener]:
-    """Serve metrics if they are wanted; returns them and a listener that feeds both."""
-    if options.metrics is None:
+    """Serve metrics, if wanted, on the rank that leads; returns them and a listener that feeds both."""
+    if options.metrics is None or not leads_here():
         return None, on_event
     metrics = NodeMetrics()
     try:

@@ -111,6 +111,7 @@ class Worker:
         self.interrupted = False  # by interrupt(): the loop ends after the present round
         self._consistent = True  # the shared state is that before self.round, not half of a result
         self._whole = True  # the shared state was not left half loaded
+        self._lost: ExchangeError | None = None  # why this leader has no more orders
         self._saved = -1  # the round of the last checkpoint of this state
         self._runfile = runfile
         self._optimizer = optimizer
@@ -162,10 +163,13 @@ class Worker:
         if stop.evaluate and self.round > 0:
             self._last_evaluation()
         self.save()
-        self._on_event(Stopped(stop.done, stop.reason))
         lanes = gathered(self._ranks, "the bytes of all lanes", self._lane.bytes_counted())
+        digest = self._present_digest()
+        if self._lost is not None:
+            raise self._lost
+        self._on_event(Stopped(stop.done, stop.reason))
         seconds = self._clocks.wall() - started
-        return self._account.summary(stop, self.round, self._present_digest(), lanes, seconds)
+        return self._account.summary(stop, self.round, digest, lanes, seconds)
 
     def interrupt(self) -> None:
         """Ask the loop to end after the present round; callable from signal handlers, on the leader."""
@@ -181,7 +185,7 @@ class Worker:
         """
         if self._saving is None or self._saved == self.round:
             return
-        if not (self._consistent and self._whole):
+        if not self._ranks.agree(self._consistent and self._whole):
             self._on_event(Notice(f"nothing is saved: the state of round {self.round} is incomplete"))
             return
         if ahead := self._training.ahead:
@@ -220,7 +224,8 @@ class Worker:
                 return order
 
     def _next_order(self) -> Order:
-        """The leader's next order; of an interrupt the other ranks learn by a stop."""
+        """The leader's next order; of an interrupt, and of the loss of the run, the other ranks learn by a
+        stop: all of them save."""
         assert self._exchange is not None
         if not self.interrupted:
             try:
@@ -234,6 +239,11 @@ class Worker:
                 if self._ranks.size == 1:
                     raise
                 self.interrupted = True
+            except ExchangeError as error:
+                if self._ranks.size == 1:
+                    raise
+                self._lost = error
+                return StopOrder(done=False, reason=str(error), evaluate=False)
         return StopOrder(done=False, reason=INTERRUPTED, evaluate=False)
 
     @contextmanager
@@ -325,10 +335,7 @@ class Worker:
                 outcome = error
             counted = settled(self._ranks, order.round, outcome)
         assert isinstance(outcome, RoundResult), "settled() raises what a lane has raised"
-        payload = outcome.payload
-        if payload is None and outcome.voters and not self._optimizer.lane.of(order.round).result_nbytes:
-            payload = torch.empty(0, dtype=torch.uint8)  # a result without bytes for this rank is one
-        return replace(outcome, counted=counted, payload=payload)
+        return replace(outcome, counted=counted)
 
     def _set_rate(self, moment: float) -> None:
         """``moment`` in rounds: a fraction is a micro-step within one."""

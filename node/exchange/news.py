@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from node.exchange.base import ExchangeError, RoundOrder
@@ -35,7 +35,7 @@ class SessionNews:
         failure: why there will be no other stream; empty while there may be.
     """
 
-    secret: str = ""
+    secret: str = field(default="", repr=False)
     node: str = ""
     generation: int = 0
     connected: bool = False
@@ -59,10 +59,10 @@ class SessionNews:
             raise ValueError(f"news of a session have at most {MAX_NEWS_BYTES} bytes, not {len(text)}")
         fields: Any = json.loads(text)
         if not isinstance(fields, dict) or fields.keys() != _TYPES.keys():
-            raise ValueError(f"these are no news of a session: {str(text[:80])!r}")
+            raise ValueError(f"news of a session have the fields {', '.join(_TYPES)}, and these have not")
         for name, kinds in _TYPES.items():
             if type(fields[name]) not in kinds:
-                raise ValueError(f"{name} of a session cannot be {fields[name]!r}")
+                raise ValueError(f"{name} of a session cannot be of the type {type(fields[name]).__name__}")
         opened = fields.pop("opened")
         if opened is not None and (len(opened) != 2 or any(type(number) is not int for number in opened)):
             raise ValueError(f"the opened round of a session is no pair of numbers: {opened!r}")

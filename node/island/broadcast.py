@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Final, Protocol
 
 from node.exchange.base import ExchangeError
+from node.island.deadline import cause
 
 BEAT_SECONDS: Final = 1.0
 SILENCE_SECONDS: Final = 60.0
@@ -101,7 +102,7 @@ class Sender:
                 if message.startswith(_END):
                     return
         except RuntimeError as error:
-            self._failure = _first_line(error)
+            self._failure = cause(error)
 
 
 class Receiver:
@@ -151,7 +152,7 @@ class Receiver:
         except RuntimeError as error:
             raise ExchangeError(
                 f"{what} will not come: rank 0, or the store of the ranks, gives no sign of life "
-                f"({_first_line(error)}; the limit is {self._silence:g} s): look at the log of rank 0"
+                f"({cause(error)}; the limit is {self._silence:g} s): look at the log of rank 0"
             ) from error
         if len(message) > MAX_MESSAGE_BYTES:
             raise ExchangeError(
@@ -159,7 +160,3 @@ class Receiver:
             )
         self._number += 1
         return message.decode()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

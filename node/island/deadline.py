@@ -7,6 +7,7 @@ whoever has left none within a moment is the one to look at.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import warnings
@@ -22,6 +23,13 @@ DEFAULT_SECONDS: Final = 300.0
 GRACE_SECONDS: Final = 2.0  # for the notes of the others
 _NOTE_BYTES: Final = 300
 _POLL_SECONDS: Final = 0.05
+_REMARKS: Final = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically .*$")  # of gloo: the place, advice
+
+
+def cause(error: BaseException) -> str:
+    """What a transport says of its failure, in one line, without its general remarks."""
+    lines = str(error).strip().splitlines()
+    return _REMARKS.sub("", lines[0]) if lines else type(error).__name__
 
 
 class Notes(Protocol):
@@ -114,8 +122,10 @@ def word_of(
                 break
             sleep(_POLL_SECONDS)
     except RuntimeError as error:  # its host went with the one that died
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"The ranks' store is gone too ({first}): look at the log of the rank that holds it, often 0"
+        return (
+            f"The ranks' store is gone too ({cause(error)}): look at the log of the rank that holds it, "
+            "often 0"
+        )
     missing = [other for other in others if other not in notes]
     words = [f"rank {other} failed at: {note}" for other, note in sorted(notes.items())]
     if missing:

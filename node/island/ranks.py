@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import zlib
 from collections.abc import Callable
@@ -19,12 +18,11 @@ from torch import Tensor
 from node.exchange.base import ExchangeError, Order
 from node.exchange.order_json import order_from_json, order_to_json
 from node.island.broadcast import BEAT_SECONDS, SILENCE_SECONDS, Receiver, Sender, Store
-from node.island.deadline import word_of
+from node.island.deadline import cause, word_of
 from node.island.session_news import StoreNews
 
 ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
 MAX_ANSWER_BYTES: Final = 64 << 20
-_REMARKS: Final = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically .*$")  # of gloo: the place, advice
 SLICE_SECONDS: Final = 0.5  # of a wait, so that an interrupt gets through
 
 
@@ -150,7 +148,7 @@ class IslandRanks:
 
     def agree(self, ok: bool) -> bool:
         """See :class:`node.ranks.Ranks`."""
-        return all(self._numbers("agreement", int(ok)))
+        return all(self._numbers("an agreement", int(ok)))
 
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         """See :class:`node.ranks.Ranks`.
@@ -162,7 +160,7 @@ class IslandRanks:
         longest = max(sizes)
         if longest > MAX_ANSWER_BYTES:
             raise ExchangeError(
-                f"rank {sizes.index(longest)} gives {longest} bytes as its {what}; at most "
+                f"rank {sizes.index(longest)} gives {longest} bytes for {what}; at most "
                 f"{MAX_ANSWER_BYTES} may travel between ranks"
             )
         if not longest:
@@ -187,7 +185,7 @@ class IslandRanks:
         other = [rank for rank, (theirs, _) in enumerate(answers) if theirs != mark]
         if other:
             raise ExchangeError(
-                f"rank {self.rank} is at its {what}, rank {other[0]} at something else: the ranks of an "
+                f"rank {self.rank} is at {what}, rank {other[0]} at something else: the ranks of an "
                 "island take the same steps, so all must have the same options and the same version"
             )
         return [number for _, number in answers]
@@ -211,6 +209,6 @@ class IslandRanks:
         return rows
 
     def _missing(self, what: str, error: RuntimeError) -> str:
-        first = _REMARKS.sub("", (str(error).strip() or "no reason given").splitlines()[0])
-        others = word_of(range(self.size), self.rank, f"its {what}: {first}", self._store)
-        return f"rank {self.rank} waited for the {what} of the other ranks of this node: {others} ({first})"
+        first = cause(error)
+        others = word_of(range(self.size), self.rank, f"{what}: {first}", self._store)
+        return f"{what}: rank {self.rank} waits in vain for the other ranks of this node: {others} ({first})"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from node.evaluation import Model
 from node.island.api import fully_shard
 from node.island.collectives import CommPolicy
 from node.island.inventory import blocks_of, inventory_of
@@ -18,14 +19,6 @@ from node.island.runtime import units_of
 from protos.buckets import BucketTable
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Losing(Protocol):
-    """A module with a loss."""
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean nats per token of ``int64[B, T + 1]``."""
-        ...
 
 
 class Loss(nn.Module):
@@ -41,8 +34,7 @@ class Loss(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean nats per token of ``int64[B, T + 1]``."""
-        model: Losing = self.model  # type: ignore[assignment]
-        return model.loss(tokens)
+        return cast(Model, self.model).loss(tokens)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """The same, with everything that is registered around it."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from node.island.deadline import cause
 from node.island.streams import Inline, Side
 
 _HINT = "A rank may have died, or the ranks run different units: the log of the first to fail tells."
@@ -40,7 +41,7 @@ def guarded(what: str, where: str, others: Callable[[str], str] = lambda said: "
     except (IslandError, torch.cuda.OutOfMemoryError):
         raise
     except RuntimeError as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = cause(error)
         word = others(f"{what}: {first}")
         raise IslandError(
             f"{what} failed on {where}: {first}. {f'{word}. ' if word else ''}{_HINT}"

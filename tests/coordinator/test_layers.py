@@ -1,4 +1,4 @@
-"""Decisions stay free of networks and clocks, and nothing from a peer is unpickled."""
+"""Packages import one way, decisions stay free of networks and clocks, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import pytest
 
 import coordinator
 
+ROOT = Path(coordinator.__file__).parent.parent
 MODULES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
+BELOW = {  # what a package may import beside itself
+    "protos": set[str](),
+    "optim": {"protos"},
+    "coordinator": {"protos", "optim"},
+    "node": {"protos", "optim"},
+    "deploy": {"protos", "optim", "coordinator", "node"},
+    "atoll": {"protos", "optim", "coordinator", "node", "deploy"},
+    "bench": {"protos", "optim", "coordinator", "node", "deploy"},
+}
 PURE = (
     "rounds",
     "roster",
@@ -22,6 +32,7 @@ PURE = (
     "member",
     "inspection",
     "refusal",
+    "start",
 )
 
 
@@ -51,3 +62,16 @@ def test_layers(path: Path) -> None:
     assert not found & {"pickle", "marshal", "shelve", "torch", "node", "deploy"}
     if path.stem != "server":
         assert "grpc" not in found
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_packages(package: str) -> None:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert paths
+    banned = {"pickle", "marshal", "shelve", *BELOW} - BELOW[package] - {package}
+    if package == "optim":
+        banned |= {"grpc", "asyncio", "socket"}
+    for path in paths:
+        found = {module.split(".")[0] for module in imports(path)}
+        assert not found & banned, path
+        assert "torch.load(" not in path.read_text(encoding="utf-8"), path

@@ -153,8 +153,7 @@ def test_check_shows_the_memory_of_ranks(tmp_path: Path) -> None:
     assert all(rank["peak"] > rank["resting"] > 0 for rank in values["ranks"])
     file.write_text("[method]\nname = 'muloco'\noptimizer = 'torch:NAdam'\nlr = 0.01\n")
     result = runner.invoke(app, ["run", "check", str(file), "--ranks", "2"])
-    assert result.output.count("and what the class of torch.optim keeps") == 1, "its state is not counted"
-    assert "activations and what the class" in result.output
+    assert "activations and what the class of torch.optim keeps" in result.output, "its state is not counted"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def test_ranks_end_together(ended: str, tmp_path: Path) -> None:
         else:
             os.kill(ranks[1], signal.SIGKILL)
             assert node.wait(DEADLINE) == 1, said()
-            assert "rank 1" in said()
+            assert "rank 1 has not come" in said()
+            assert f"rank 1 of this node (process {ranks[1]}) was ended by SIGKILL" in said()
         assert "Traceback" not in said()
         for rank in ranks:
             until(lambda rank=rank: not Path(f"/proc/{rank}").exists(), "the end of a rank")  # type: ignore[misc]

@@ -131,7 +131,7 @@ class FakeHub:
         self._network.call(put(), DEADLINE, "sending an order")
 
     def open_round(self, round_index: int, **fields: Any) -> None:
-        values = {"epoch": 1, "members": ["node-0"], "lease_start": 0, "lease_count": 4}
+        values = {"epoch": 1, "members": ["node-0"], "lease_start": 0, "lease_count": 4, "frontier": 12}
         self.send(pb.CoordinatorMessage(round_open=pb.RoundOpen(round=round_index, **{**values, **fields})))
 
     def end_session(self) -> None:

@@ -1,25 +1,47 @@
 """One rank of an island in a process of its own, which takes part in one run after another.
 
-Every line of stdin is a JSON object (``environment`` as torchrun sets it, ``invite``, ``options``); the
-environment may make the same processes ranks of another island. stdout tells in JSON, a line each, that the
-node has joined, what a round came to, and the end.
+Orders come as lines of JSON (``environment`` as torchrun sets it, ``invite``, ``options``); the environment
+may make the same processes ranks of another island. What is told comes in JSON, a line each: that the node
+has joined, what a round came to, and the end.
+
+An order may have the process end with the run, with code 1 if that failed (``once``), or kill it in the n-th
+round that it trains, when it comes to a certain phase (``dies``: phase and n).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from deploy.processes import follow_parent
-from node.events import Event, Joined, RoundDone, RoundMissed, Saved, StateLoaded, StateSent, Summary
+from deploy.processes import PARENT_KEY, follow_parent
+from node import checkpoint
+from node.events import (
+    Event,
+    Joined,
+    Resumed,
+    RoundDone,
+    RoundMissed,
+    Saved,
+    StateLoaded,
+    StateSent,
+    Summary,
+)
+from node.exchange.base import RoundOrder
+from node.exchange.contributor import Contributor
 from node.island.collectives import Collectives
+from node.island.ranks import IslandRanks
+from node.island.rounds import Loss
 from node.launch import Options, join
+from node.training import Training
 from node.worker import Worker
+from optim.exchanged import ExchangedOptimizer
 from protos.invite import Invite
 
 
@@ -38,7 +60,7 @@ def hear(event: Event) -> None:
             validation=event.validation_loss,
             tokens=event.tokens,
         )
-    elif isinstance(event, (RoundMissed, StateLoaded, StateSent, Saved)):
+    elif isinstance(event, (Resumed, RoundMissed, StateLoaded, StateSent, Saved)):
         tell(event=type(event).__name__, round=event.round)
 
 
@@ -78,11 +100,61 @@ class Counted:
         return watching
 
 
+class Death:
+    """Ends this process by SIGKILL when it comes to a phase of a certain round."""
+
+    def __init__(self) -> None:
+        self._phase, self._left = "", 0
+        work = Worker._round
+
+        def working(worker: Worker, order: RoundOrder) -> None:
+            self._left -= not order.result_ready
+            work(worker, order)
+
+        Worker._round = working  # type: ignore[method-assign]
+        self._upon("forward", Loss, "forward")  # some weights are gathered
+        self._upon("backward", Collectives, "reduce")  # of the first gradient
+        self._upon("encode", Training, "_propose")
+        self._upon("exchange", Contributor, "_mark_sent")  # the payload is under way, without its end
+        self._upon("apply", ExchangedOptimizer, "apply")
+        self._upon("checkpoint", checkpoint, "write_tensors", second=True)  # one of its two files is there
+        self._upon("publish", checkpoint, "write_text")  # all of them are, but not what says so
+
+    def come(self, phase: str, rounds: int) -> None:
+        """In so many rounds."""
+        self._phase, self._left = phase, rounds
+
+    def _upon(self, phase: str, owner: Any, name: str, *, second: bool = False) -> None:
+        go_on, seen = getattr(owner, name), [0]
+
+        def come(*args: Any, **kwargs: Any) -> Any:
+            if self._phase == phase and self._left <= 0:
+                seen[0] += 1
+                if not second or seen[0] == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return go_on(*args, **kwargs)
+
+        setattr(owner, name, come)
+
+
+def serve(ends: Connection) -> None:
+    """As :func:`main`, in a process that multiprocessing has forked."""
+    os.environ |= {PARENT_KEY: str(os.getppid()), "GLOO_SOCKET_IFNAME": "lo"}
+    sys.stdin, sys.stdout = os.fdopen(os.dup(ends.fileno())), os.fdopen(os.dup(ends.fileno()), "w")
+    ends.close()
+    main()
+
+
 def main() -> None:
     follow_parent()
-    counted = Counted()
+    counted, death = Counted(), Death()
     for line in sys.stdin:
         order = json.loads(line)
+        if "dies" in order:
+            death.come(*order["dies"])
+        if "silence" in order:
+            assert IslandRanks.__init__.__kwdefaults__ is not None
+            IslandRanks.__init__.__kwdefaults__["silence"] = order["silence"]
         if os.environ.get("MASTER_PORT") not in (None, order["environment"]["MASTER_PORT"]):
             dist.destroy_process_group()
         os.environ.update(order["environment"])
@@ -95,6 +167,8 @@ def main() -> None:
             summary = join(Invite.parse(order["invite"]), Options(device="cpu", threads=1, **options), hear)
         except Exception as error:
             tell(failed=f"{type(error).__name__}: {error}")
+            if order.get("once"):
+                sys.exit(1)
         else:
             lane = counted.worker._optimizer.lane
             tell(
@@ -107,7 +181,5 @@ def main() -> None:
                 transfers=counted.within,
                 outside=counted.outside,
             )
-
-
-if __name__ == "__main__":
-    main()
+            if order.get("once"):
+                return

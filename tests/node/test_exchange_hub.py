@@ -49,7 +49,7 @@ def test_round_sends_the_payload_and_returns_the_committed_result(
     exchange = make(nbytes)
     hub.open_round(4, epoch=7, members=["node-0", "node-2"], lease_start=40, lease_count=8, evaluate=True)
     opened = exchange.next_order()
-    assert opened == RoundOrder(4, 7, ("node-0", "node-2"), 40, 8, True, False)
+    assert opened == RoundOrder(4, 7, ("node-0", "node-2"), 40, 8, True, False, frontier=12)
     result = exchange.reduce(opened, mine)
 
     (upload,) = uploads

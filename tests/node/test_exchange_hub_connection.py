@@ -186,7 +186,7 @@ def test_coordinator_that_restarts_in_mid_round_gets_the_same_payload_again(hub:
     assert [upload.header.epoch for upload in uploads] == [1, 9]
     hub.joins.get(timeout=DEADLINE)
     again = hub.joins.get(timeout=DEADLINE)
-    assert (again.round, again.state_digest) == (7, "s7")
+    assert (again.round, again.state_digest, again.samples) == (7, "s7", 12)
     assert any("this session is unknown" in text and "joining again" in text for text in said)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -98,7 +97,7 @@ def test_killed_rank_ends_its_node_and_the_others_go_on(islands: list[Island], f
     for _ in range(3):
         broken.ranks[0].until("round")
     victim = broken.ranks.pop(2)
-    victim.process.send_signal(signal.SIGKILL)
+    victim.process.kill()
     for rank in broken.ranks:
         failed, _ = rank.until("failed")
         assert "rank" in failed["failed"] or "closed" in failed["failed"]

@@ -26,7 +26,7 @@ SAVED, ROUNDS = 4, 6  # of two nodes, and of the whole run
 METHODS = {"sign-muon": {}, "lordo": {"local_steps": 2}}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def four() -> Iterator[Island]:
     """Four processes, which are also those of two islands of two."""
     made = Island(4)
@@ -138,6 +138,7 @@ def test_islands_of_two_and_two_go_on_as_four_and_one_and_one(
     assert [line["round"] for line in told] == list(range(SAVED, ROUNDS))
     for single in singles:
         assert [event.digest for event in single.rounds] == [line["digest"] for line in told]
+    assert told[0]["loss"] == pytest.approx(expected[SAVED].loss, rel=1e-6), "the same state and samples"
     assert_adjacent(leases, read)
     plan = RunPlan.of(run)
     assert sum(lease.count for lease in leases) == 3 * sum(map(plan.samples, range(SAVED, ROUNDS)))
@@ -146,7 +147,6 @@ def test_islands_of_two_and_two_go_on_as_four_and_one_and_one(
     for single in singles:
         measured |= {e.round: e.validation_loss for e in single.rounds if e.validation_loss is not None}
     before, after = validation(pair, SAVED - 1), validation(pair, ROUNDS - 1)
-    print(method, before, after, measured, [e.loss for e in expected], [t["loss"] for t in told])
     assert measured.keys() == {ROUNDS - 1}
     assert measured[ROUNDS - 1] == pytest.approx(after, abs=0.5 * (before - after))
 

@@ -173,22 +173,22 @@ def test_answers_of_any_size_are_gathered_by_rank(island: Island) -> None:
 def test_ranks_that_are_at_different_steps_say_which(island: Island) -> None:
     ranks = island.ranks()
     errors = island.all(lambda rank: ranks[rank].gather("digests" if rank else "losses", b""))
-    assert "rank 0 is at its losses, rank 1 at something else" in str(errors[0])
-    assert "rank 1 is at its digests, rank 0 at something else" in str(errors[1])
+    assert "rank 0 is at losses, rank 1 at something else" in str(errors[0])
+    assert "rank 1 is at digests, rank 0 at something else" in str(errors[1])
 
 
 def test_answer_that_is_too_long_is_refused_by_all(island: Island, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.island.ranks.MAX_ANSWER_BYTES", 10)
     ranks = island.ranks()
     errors = island.all(lambda rank: ranks[rank].gather("digests", bytes(11 if rank == 1 else 1)))
-    assert all("rank 1 gives 11 bytes as its digests; at most 10" in str(error) for error in errors)
+    assert all("rank 1 gives 11 bytes for digests; at most 10" in str(error) for error in errors)
 
 
 def test_rank_that_does_not_come_is_named_with_what_it_was_asked_for(island: Island) -> None:
     ranks = island.ranks(seconds=0.3)
     errors = island.all(lambda rank: None if rank == 2 else ranks[rank].gather("digests", b""))
     for rank in (0, 1):
-        assert f"rank {rank} waited for the digests of the other ranks" in str(errors[rank])
+        assert f"digests: rank {rank} waits in vain for the other ranks" in str(errors[rank])
         assert "rank 2 has not come" in str(errors[rank])
 
 
@@ -329,7 +329,7 @@ def test_processes_meet_by_torchruns_environment_and_miss_one_that_was_killed(tm
     (out, err), (other, _) = outputs
     assert (ranks[0].returncode, ranks[1].returncode) == (0, -signal.SIGKILL), err
     assert other == "all is done [b'0', b'1']\n"
-    assert out.startswith(f"{other}ENDED rank 0 waited for the digests of the other ranks of this node"), err
+    assert out.startswith(f"{other}ENDED digests: rank 0 waits in vain for the other ranks of this node"), err
     assert "rank 1 has not come" in out and ".cc:" not in out
     assert "waitForInput" not in err, "waiting writes nothing into the log"
 
