@@ -29,10 +29,10 @@ from deploy.options import (
     Sets,
 )
 from deploy.processes import follow_parent
-from deploy.ranks import leads
 from deploy.terminal import console as _console
 from deploy.timeline_command import EXAMPLE as TIMELINE
 from deploy.timeline_command import timeline
+from node.torchrun import leads
 
 
 class Commands(TyperGroup):

@@ -28,8 +28,9 @@ from deploy.options import (
     SaveOption,
     ThreadsOption,
 )
-from deploy.ranks import leads, run_ranks, under_torchrun, without_option
+from deploy.ranks import run_ranks, without_option
 from deploy.terminal import console
+from node.torchrun import leads, under_torchrun
 
 if TYPE_CHECKING:
     from node.events import Listener

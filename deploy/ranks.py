@@ -16,16 +16,6 @@ GRACE_SECONDS = 600  # after Ctrl-C, for the round in progress, its checkpoint a
 _OPTION = "--nproc"
 
 
-def under_torchrun() -> bool:
-    """Whether this process is a rank already."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def leads() -> bool:
-    """Whether this process speaks for its node: it is alone, or rank 0."""
-    return not under_torchrun() or os.environ["RANK"] == "0"
-
-
 def without_option(arguments: Sequence[str]) -> list[str]:
     """The command line of a rank: that of its node without ``--nproc``."""
     kept: list[str] = []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
@@ -29,6 +28,7 @@ from node.exchange.session import Claim
 from node.metrics import MetricsServer, NodeMetrics
 from node.ranks import Alone, Ranks
 from node.setting import LaunchError, Options, Setting, build, choose_device
+from node.torchrun import leads, ranks_here
 from node.worker import INTERRUPTED, Worker
 from protos.invite import Invite
 from protos.runfile import RunFile
@@ -36,22 +36,12 @@ from protos.runfile import RunFile
 if TYPE_CHECKING:
     from node.island.ranks import IslandRanks
 
-__all__ = ["SAVE_EVERY", "LaunchError", "Options", "choose_device", "join", "ranks_here", "train"]
+__all__ = ["SAVE_EVERY", "LaunchError", "Options", "choose_device", "join", "train"]
 
 SAVE_EVERY: Final = 50  # rounds, in a run that measures no validation loss before its end
 _MAX_NAME: Final = 128
 _TOGETHER_SECONDS: Final = 600.0  # for the ranks of a node that trains alone
 _OUTLAST_SECONDS: Final = 10.0
-
-
-def ranks_here(environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks this process is one of, as torchrun tells them; 1 if it was not started by that."""
-    return int(environment.get("WORLD_SIZE", "1")) if "RANK" in environment else 1
-
-
-def leads_here(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is the rank that leads its node."""
-    return ranks_here(environment) == 1 or environment["RANK"] == "0"
 
 
 def join(invite: Invite, options: Options, on_event: Listener = lambda event: None) -> Summary:
@@ -306,7 +296,7 @@ def _polite_interrupts(worker: Worker, ranks: Ranks) -> Iterator[None]:
 
 def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[NodeMetrics | None, Listener]:
     """Serve metrics, if wanted, on the rank that leads; returns them and a listener that feeds both."""
-    if options.metrics is None or not leads_here():
+    if options.metrics is None or not leads():
         return None, on_event
     metrics = NodeMetrics()
     try:

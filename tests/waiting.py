@@ -5,6 +5,7 @@ Within one process tests wait for events instead.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
 import time
@@ -34,3 +35,10 @@ def until(
             return
         assert time.monotonic() < end, f"{what} did not come within {deadline:g} s; {fate()}"
         _never.wait(_POLL_SECONDS)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

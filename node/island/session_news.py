@@ -56,5 +56,6 @@ class StoreNews:
         it must not be within the store when the interpreter ends."""
         if isinstance(self._ends, Receiver):
             self._ends.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_SECONDS)
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_SECONDS)

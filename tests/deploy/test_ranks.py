@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ranks import leads, under_torchrun, without_option
-from tests.waiting import DEADLINE, until
+from deploy.ranks import without_option
+from node.torchrun import leads, ranks_here, under_torchrun
+from tests.waiting import DEADLINE, free_port, until
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -49,10 +50,10 @@ def test_a_rank_has_the_command_line_of_its_node_without_their_number(
 def test_ranks_are_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert not under_torchrun() and leads()
+    assert not under_torchrun() and leads() and ranks_here() == 1
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert under_torchrun() and not leads()
+    assert under_torchrun() and not leads() and ranks_here() == 2
     monkeypatch.setenv("RANK", "0")
     assert leads()
 
@@ -68,6 +69,7 @@ def test_ranks_end_together(ended: str, tmp_path: Path) -> None:
     file, saves, log = tmp_path / "run.toml", tmp_path / "saves", tmp_path / "log"
     file.write_text(RUN, encoding="utf-8")
     command = [sys.executable, "-m", "atoll", "train", str(file), "--nproc", "2", "--save", str(saves)]
+    command += ["--metrics", f"127.0.0.1:{free_port()}"]  # one rank serves them
     with log.open("wb") as out:
         node = subprocess.Popen(
             command,

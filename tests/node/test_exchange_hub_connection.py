@@ -38,14 +38,9 @@ from tests.node.hub_rig import (
     tables,
     take_part,
 )
+from tests.waiting import free_port
 
 # ---------------------------------------------------------------------------------- nobody there, addresses
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_waiting_for_a_coordinator_tells_what_how_long_and_gives_up() -> None:
