@@ -67,6 +67,25 @@ def test_islands_of_any_size_equal_single_nodes_that_accumulate(
         assert 0 <= sent - ends[size, 0][0]["up"] < 200
 
 
+def test_nodes_of_unlike_precision_and_batch_hold_the_same_state(islands: list[Island], fleet: Fleet) -> None:
+    run, island = small_run("sign-muon", nodes=2, rounds=ROUNDS), islands[1]
+    coordinator = coordinator_of(fleet, run)
+    island.join(coordinator.invite, precision="bf16", batch=6)
+    single = Single(coordinator.invite)
+    single.wait()
+    digests = [event.digest for event in single.rounds]
+    assert len(set(digests)) == ROUNDS
+    for rank in island.ranks:
+        end, before = rank.until("done")
+        rounds = [line for line in before if "digest" in line]
+        assert end["done"] and [line["digest"] for line in rounds] == digests
+        assert [line["tokens"] for line in rounds] == [6 * run.model.context] * ROUNDS
+        # of other samples and in bf16, but of the same weights
+        losses = [line["loss"] for line in rounds]
+        assert losses == pytest.approx([event.loss for event in single.rounds], abs=0.2)
+    assert [event.tokens for event in single.rounds] == [8 * run.model.context] * ROUNDS
+
+
 @pytest.mark.parametrize("first", ["island", "single"])
 def test_state_goes_from_owners_to_a_joiner_and_to_owners(
     first: str, islands: list[Island], fleet: Fleet
