@@ -11,7 +11,6 @@ from node.events import RoundDone, Summary
 from node.exchange.base import RoundResult, StopOrder, WorkReport
 from node.joint import Figures
 from node.training import Work
-from protos.digests import combine
 
 
 class Account:
@@ -49,10 +48,9 @@ class Account:
         self.loss = figures.loss if figures.tokens else self.loss
         self._compute += figures.compute
         self._busy += figures.busy
-        digest = combine(figures.digests)
         report = WorkReport(
             round=result.round,
-            state_digest=digest,
+            state_digest=figures.digest,
             loss=figures.loss,
             tokens=figures.tokens,
             compute_seconds=figures.compute,
@@ -72,7 +70,7 @@ class Account:
             voters=result.voters,
             agreement=result.agreement,
             reason=result.reason,
-            digest=digest,
+            digest=figures.digest,
             bytes_up=figures.up,
             bytes_down=figures.down,
             compute_seconds=figures.compute,

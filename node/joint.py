@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from node.exchange.base import ExchangeError, RoundResult
 from node.exchange.trouble import RoundLost
 from node.ranks import Ranks
+from protos.digests import combine
 
 
 def gathered(ranks: Ranks, what: str, mine: Any) -> list[Any]:
@@ -100,6 +102,11 @@ class Figures:
     busy: float
     up: int
     down: int
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the shared state; of this rank's part of it before :func:`together`."""
+        return combine(self.digests)
 
 
 def together(ranks: Ranks, round_index: int, mine: Figures) -> Figures:

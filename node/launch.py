@@ -180,7 +180,7 @@ def _meet(farewell: _Farewell, options: Options, seconds: float) -> IslandRanks 
 
         island = IslandRanks.from_environment(device=choose_device(options.device), seconds=seconds)
         farewell.last(island.close)
-    if options.save is not None and (island is None or island.rank == 0):
+    if options.save is not None and leads():
         checkpoint.prepare(options.save)  # not after the training, if nothing can be saved
     return island
 

@@ -55,7 +55,6 @@ from node.training import Training, Work, watch_gradients
 from node.whole_state import WholeState
 from optim.round_optimizer import RoundOptimizer
 from optim.schedules import factor, set_learning_rates
-from protos.digests import combine
 from protos.runfile import RunFile
 
 Watch = Callable[[RoundOptimizer, Callable[[torch.Tensor], None]], None]
@@ -295,7 +294,7 @@ class Worker:
         up, down = self._lane.bytes_counted()
         mine = Figures(digests, work.loss, work.tokens, work.compute, self._take_busy(), up, down)
         figures = together(self._ranks, order.round, mine)
-        self._digest = combine(figures.digests)
+        self._digest = figures.digest
         measured = self._evaluate() if order.evaluate else None
         report, done = self._account.round(work, figures, result, self._watch, measured)
         self._report(report)

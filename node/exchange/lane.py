@@ -37,7 +37,6 @@ class LaneExchange:
         timing: clock, sleep and randomness of retries.
 
     Attributes:
-        address: of the coordinator.
         meter: the byte counters.
     """
 
@@ -55,8 +54,8 @@ class LaneExchange:
         timing: Timing | None = None,
     ) -> None:
         self.meter = meter or Meter()
-        self.address = invite.address
-        self._link = Link(invite, self.meter, limits or Limits())
+        self._limits = limits or Limits()
+        self._link = Link(invite, self.meter, self._limits)
         self._news = news
         self._closed = False
         self._network = process_network().open()
@@ -76,7 +75,7 @@ class LaneExchange:
             return session, contributor
 
         self._session, self._contributor = self._network.call(
-            build(), self.limits.call, "opening the channel of a lane"
+            build(), self._limits.call, "opening the channel of a lane"
         )
         news.follow(self._take, self._fail)
 
@@ -89,20 +88,6 @@ class LaneExchange:
     def _soon(self, action: Callable[[], None]) -> None:
         if not self._closed:
             self._network.soon(action)
-
-    @property
-    def limits(self) -> Limits:
-        """Deadlines; may be replaced once the run is known."""
-        return self._link.limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        self._link.limits = limits
-
-    @property
-    def sent_at(self) -> float:
-        """When the last payload had been handed to the transport, in monotonic seconds."""
-        return self._contributor.sent_at
 
     def reduce(
         self,
@@ -122,7 +107,7 @@ class LaneExchange:
             raise ExchangeError(f"round {order.round + 1} is not possible any more: the lane has been closed")
         return self._network.call(
             self._contributor.reduce(order, payload, abstain_reason, filling),
-            self.limits.round + self.limits.reconnect + _SLACK_SECONDS,
+            self._limits.round + self._limits.reconnect + _SLACK_SECONDS,
             f"round {order.round + 1}",
         )
 
@@ -138,7 +123,7 @@ class LaneExchange:
         self._news.close()
         try:
             with contextlib.suppress(ExchangeError):
-                self._network.call(self._close(), self.limits.leave + _SLACK_SECONDS, "closing a lane")
+                self._network.call(self._close(), self._limits.leave + _SLACK_SECONDS, "closing a lane")
         finally:
             self._network.close()
 
