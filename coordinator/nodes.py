@@ -39,11 +39,12 @@ class Outbox:
         self._wake()
         return True
 
-    def close(self) -> None:
-        """No more orders; what is queued can still be read."""
+    def close(self, *, cleanly: bool = False) -> None:
+        """No more orders; what is queued can still be read. A write that the reader holds up is broken off,
+        unless the reader has taken its leave ``cleanly``: it may be reading its last order just now."""
         self._closed = True
         self._wake()
-        if self.on_close is not None:
+        if self.on_close is not None and not cleanly:
             self.on_close()
 
     async def get(self) -> CoordinatorMessage | None:

@@ -110,7 +110,7 @@ class Run:
         node.left_cleanly = cleanly or bool(node.stopping)
         node.reason = node.stopping or reason
         if node.outbox is not None:
-            node.outbox.close()
+            node.outbox.close(cleanly=cleanly)
             node.outbox = None
         for exchange in node.exchanges:
             exchange.close(Refused("", f"the session of {node.node} has ended: {reason}", "ABORTED"))

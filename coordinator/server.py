@@ -187,7 +187,8 @@ class _Calls:
                 self._check_token(context)
                 return await call(request, context)
             except Refused as refused:
-                await context.abort(getattr(grpc.StatusCode, refused.code), refused.text)
+                if not context.done():
+                    await context.abort(getattr(grpc.StatusCode, refused.code), refused.text)
             except (asyncio.CancelledError, grpc.RpcError, grpc.aio.AbortError):
                 raise
             except Exception:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from deploy.compare_outcome import Outcome, run_name, simulate, store, stored
@@ -93,10 +95,12 @@ def run_jobs(
     todo = [index for index in range(len(jobs)) if index not in outcomes]
     watcher.begin(len(jobs), len(outcomes))
     if todo:
-        with _pool(min(processes, len(todo))) as (submit, news):
+        with _interrupts_noted() as interrupted, _pool(min(processes, len(todo))) as (submit, news):
             pending = {submit(jobs[index]): index for index in todo}
             while pending:
                 finished, _ = wait(pending, LOOK_SECONDS, FIRST_COMPLETED)
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
                 while not news.empty():
                     watcher.progress(*news.get())
                 for future in finished:
@@ -135,6 +139,30 @@ def _pool(processes: int) -> Iterator[tuple[Submit, Any]]:
         finally:
             stop.value = 1
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _interrupts_noted() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event, a later one has its usual effect.
+
+    Raised at any moment, it would now and then come within :func:`concurrent.futures.wait`, which then leaves
+    the locks of its futures taken: the pool could not end any more.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
