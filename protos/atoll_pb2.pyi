@@ -106,6 +106,11 @@ class JoinRequest(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    FORMER_FIELD_NUMBER: _builtins.int
+    LEASE_ROUND_FIELD_NUMBER: _builtins.int
+    LEASE_START_FIELD_NUMBER: _builtins.int
+    LEASE_COUNT_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     """host name or the user's choice, for people"""
@@ -127,6 +132,14 @@ class JoinRequest(_message.Message):
     """samples it takes for a micro-step; 0: as the run file says"""
     samples: _builtins.int
     """first global sample index behind all that the run had leased, as far as it knows"""
+    former: _builtins.str
+    """secret of its last session: the node takes up its name and its place again"""
+    lease_round: _builtins.int
+    """the work in hand: for this round, on these samples; a count of 0: none"""
+    lease_start: _builtins.int
+    lease_count: _builtins.int
+    state_bytes: _builtins.int
+    """of the shared state"""
     def __init__(
         self,
         *,
@@ -142,10 +155,15 @@ class JoinRequest(_message.Message):
         ranks: _builtins.int = ...,
         batch: _builtins.int = ...,
         samples: _builtins.int = ...,
+        former: _builtins.str = ...,
+        lease_round: _builtins.int = ...,
+        lease_start: _builtins.int = ...,
+        lease_count: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "former", b"former", "lease_count", b"lease_count", "lease_round", b"lease_round", "lease_start", b"lease_start", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "state_bytes", b"state_bytes", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,6 +363,7 @@ class CoordinatorMessage(_message.Message):
     DONATE_FIELD_NUMBER: _builtins.int
     LOAD_STATE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def round_open(self) -> Global___RoundOpen: ...
     @_builtins.property
@@ -353,6 +372,8 @@ class CoordinatorMessage(_message.Message):
     def load_state(self) -> Global___LoadState: ...
     @_builtins.property
     def stop(self) -> Global___Stop: ...
+    @_builtins.property
+    def replay(self) -> Global___Replay: ...
     def __init__(
         self,
         *,
@@ -360,12 +381,13 @@ class CoordinatorMessage(_message.Message):
         donate: Global___Donate | None = ...,
         load_state: Global___LoadState | None = ...,
         stop: Global___Stop | None = ...,
+        replay: Global___Replay | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "kind", b"kind", "load_state", b"load_state", "round_open", b"round_open", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "kind", b"kind", "load_state", b"load_state", "replay", b"replay", "round_open", b"round_open", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "kind", b"kind", "load_state", b"load_state", "round_open", b"round_open", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "kind", b"kind", "load_state", b"load_state", "replay", b"replay", "round_open", b"round_open", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop", "replay"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -421,23 +443,31 @@ Global___RoundOpen: _TypeAlias = RoundOpen  # noqa: Y015
 
 @_typing.final
 class Donate(_message.Message):
-    """Upload the shared state of `round` (PutState) for those who are joining."""
+    """Keep `count` chunks, from `first` on, of the shared state of `round`, which the node holds now, and upload them
+    (PutChunks) while it trains on. A snapshot is put together from the chunks of several nodes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TRANSFER_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    transfer: _builtins.str
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    snapshot: _builtins.str
     round: _builtins.int
+    first: _builtins.int
+    count: _builtins.int
     def __init__(
         self,
         *,
-        transfer: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
         round: _builtins.int = ...,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "round", b"round", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,31 +475,58 @@ Global___Donate: _TypeAlias = Donate  # noqa: Y015
 
 @_typing.final
 class LoadState(_message.Message):
-    """Download the shared state of `round` (GetState)."""
+    """Download a snapshot (GetChunks): the shared state of `round`. Load it, then say Ready."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TRANSFER_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     FRONTIER_FIELD_NUMBER: _builtins.int
-    transfer: _builtins.str
+    snapshot: _builtins.str
     round: _builtins.int
     frontier: _builtins.int
     """first global sample index behind all leases of the run"""
     def __init__(
         self,
         *,
-        transfer: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
         round: _builtins.int = ...,
         frontier: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontier", b"frontier", "round", b"round", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontier", b"frontier", "round", b"round", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadState: _TypeAlias = LoadState  # noqa: Y015
+
+@_typing.final
+class Replay(_message.Message):
+    """Fetch the results of `count` rounds from `first` on (GetResults) and apply them in order, then say Ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    FRONTIER_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    count: _builtins.int
+    frontier: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+        frontier: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "frontier", b"frontier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replay: _TypeAlias = Replay  # noqa: Y015
 
 @_typing.final
 class Stop(_message.Message):
@@ -638,38 +695,47 @@ class Commit(_message.Message):
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
-class StateHeader(_message.Message):
-    """PutState and GetState, first frame."""
+class ChunksHeader(_message.Message):
+    """PutChunks, first frame. CHUNK frames follow whose offsets count bytes of the whole state, END is last."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TRANSFER_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
-    transfer: _builtins.str
+    TENSORS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    snapshot: _builtins.str
     round: _builtins.int
     state_digest: _builtins.str
+    """of the whole state"""
     nbytes: _builtins.int
+    """of the whole state"""
+    first: _builtins.int
+    """chunks, of protos/snapshots.py chunk_bytes(nbytes) each"""
+    count: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateTensor]: ...
     def __init__(
         self,
         *,
-        transfer: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
         round: _builtins.int = ...,
         state_digest: _builtins.str = ...,
-        tensors: _abc.Iterable[Global___StateTensor] | None = ...,
         nbytes: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___StateTensor] | None = ...,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "round", b"round", "state_digest", b"state_digest", "tensors", b"tensors", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "nbytes", b"nbytes", "round", b"round", "snapshot", b"snapshot", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StateHeader: _TypeAlias = StateHeader  # noqa: Y015
+Global___ChunksHeader: _TypeAlias = ChunksHeader  # noqa: Y015
 
 @_typing.final
 class StateTensor(_message.Message):
@@ -698,23 +764,174 @@ class StateTensor(_message.Message):
 Global___StateTensor: _TypeAlias = StateTensor  # noqa: Y015
 
 @_typing.final
-class StateReceipt(_message.Message):
+class ChunksEnd(_message.Message):
+    """PutChunks, last frame."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    NBYTES_FIELD_NUMBER: _builtins.int
-    nbytes: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """xxh3_128 of each chunk that was sent, 16 bytes"""
+
     def __init__(
         self,
         *,
-        nbytes: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StateReceipt: _TypeAlias = StateReceipt  # noqa: Y015
+Global___ChunksEnd: _TypeAlias = ChunksEnd  # noqa: Y015
+
+@_typing.final
+class ChunksReceipt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """chunks that are kept"""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunksReceipt: _TypeAlias = ChunksReceipt  # noqa: Y015
+
+@_typing.final
+class ChunksRequest(_message.Message):
+    """GetChunks. The reply: a HEADER frame with the Manifest, CHUNK frames whose offsets count bytes of the whole state,
+    and END with an empty body.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    snapshot: _builtins.str
+    first: _builtins.int
+    count: _builtins.int
+    """0: all from `first` on"""
+    def __init__(
+        self,
+        *,
+        snapshot: _builtins.str = ...,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunksRequest: _TypeAlias = ChunksRequest  # noqa: Y015
+
+@_typing.final
+class Manifest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    snapshot: _builtins.str
+    round: _builtins.int
+    state_digest: _builtins.str
+    nbytes: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateTensor]: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """xxh3_128 of every chunk of the state, 16 bytes"""
+
+    def __init__(
+        self,
+        *,
+        snapshot: _builtins.str = ...,
+        round: _builtins.int = ...,
+        state_digest: _builtins.str = ...,
+        nbytes: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___StateTensor] | None = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "nbytes", b"nbytes", "round", b"round", "snapshot", b"snapshot", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
+
+@_typing.final
+class ResultsRequest(_message.Message):
+    """GetResults. The reply: for each round the CHUNK frames and the COMMIT of an Exchange. A rank of an island asks for
+    its lane; `lanes` holds its buckets in every table of the run then.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    count: _builtins.int
+    part: _builtins.bool
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneBuckets]: ...
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+        part: _builtins.bool = ...,
+        lanes: _abc.Iterable[Global___LaneBuckets] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "lanes", b"lanes", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResultsRequest: _TypeAlias = ResultsRequest  # noqa: Y015
+
+@_typing.final
+class LaneBuckets(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_DIGEST_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    table_digest: _builtins.str
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """indices in that table, ascending"""
+
+    def __init__(
+        self,
+        *,
+        table_digest: _builtins.str = ...,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "table_digest", b"table_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneBuckets: _TypeAlias = LaneBuckets  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

@@ -13,10 +13,10 @@ from typing import Final
 
 import xxhash
 
-PROTOCOL: Final = 2  # raised when old and new nodes cannot work together
+PROTOCOL: Final = 3  # raised when old and new nodes cannot work together
 
 CONTROL_SERVICE: Final = "atoll.v1.Coordinator"  # GetRun, Join, Session, GetStatus
-BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutState, GetState: raw bytes
+BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutChunks, GetChunks, GetResults: raw bytes
 TOKEN_KEY: Final = "atoll-token"
 SESSION_KEY: Final = "atoll-session"
 

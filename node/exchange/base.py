@@ -36,18 +36,30 @@ class RoundOrder:
 
 @dataclass(frozen=True)
 class DonateOrder:
-    """Upload the shared state, which must be that of ``round``, for nodes that are joining."""
+    """Keep ``count`` chunks, from ``first`` on, of the shared state, which must be that of ``round``, and
+    upload them in the background: a snapshot for nodes that are joining is put together from them."""
 
-    transfer: str
+    snapshot: str
     round: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Download the shared state of ``round`` before taking part."""
+    """Download a snapshot, the shared state of ``round``, and replace one's own by it."""
 
-    transfer: str
+    snapshot: str
     round: int
+    frontier: int = 0  # first global sample index behind all leases of the run
+
+
+@dataclass(frozen=True)
+class ReplayOrder:
+    """Fetch the results of ``count`` rounds from ``first`` on, and apply them in order."""
+
+    first: int
+    count: int
     frontier: int = 0  # first global sample index behind all leases of the run
 
 
@@ -60,7 +72,7 @@ class StopOrder:
     evaluate: bool
 
 
-Order = RoundOrder | DonateOrder | LoadOrder | StopOrder
+Order = RoundOrder | DonateOrder | LoadOrder | ReplayOrder | StopOrder
 
 
 @dataclass(frozen=True)
