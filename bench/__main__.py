@@ -39,6 +39,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "optimizer step, whole step, bytes and memory of owner-sharded ranks against FSDP2, on thin links",
     ),
     "memory": ("bench.memory", "memory of each rank of an island with every method, counted, and by formula"),
+    "simulation": (
+        "bench.simulation",
+        "random schedules of faults against coordinator and nodes on a virtual clock: invariants that broke",
+    ),
 }
 
 
@@ -49,10 +53,16 @@ def list_benches(console: Console) -> None:
         console.print(f"{name:<{width}}  {summary}", markup=False, highlight=False, soft_wrap=True)
 
 
-def run_bench(name: str, quick: bool) -> Report:
-    """Import the module of bench ``name`` and run it."""
+def run_bench(name: str, quick: bool, arguments: Sequence[str] = ()) -> Report:
+    """Import the module of bench ``name`` and run it; ``arguments`` are for options of its own, if it has any."""
     module = importlib.import_module(BENCHES[name][0])
-    report = module.run(quick)
+    parser = argparse.ArgumentParser(prog=f"python -m bench {name}", add_help=False)
+    if hasattr(module, "add_options"):
+        module.add_options(parser)
+        report = module.run(quick, parser.parse_args(arguments))
+    else:
+        parser.parse_args(arguments)
+        report = module.run(quick)
     if not isinstance(report, Report):
         raise TypeError(f"{BENCHES[name][0]}.run returned {type(report).__name__}, not a bench.report.Report")
     return report
@@ -69,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json", type=Path, metavar="FILE", help="write the figures to FILE, pictures beside it"
     )
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a figure misses its bar")
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     if options.name is None:
@@ -81,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unknown bench {options.name!r}: {hint}", file=sys.stderr)
         return 2
 
-    report = run_bench(options.name, options.quick)
+    report = run_bench(options.name, options.quick, rest)
     report.print(console)
     line = report.to_json()
     if options.json is not None:

@@ -14,8 +14,10 @@ from typing import Final, Protocol
 
 from coordinator.contribution import Contribution, check_header
 from coordinator.inspection import Inspection
+from coordinator.journal import Done
 from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member
+from coordinator.ramp import ramped
 from coordinator.reducer import Reduction, padding_bits
 from coordinator.refusal import DUPLICATE, WRONG_ROUND, Refused
 from coordinator.result import Result
@@ -74,8 +76,10 @@ class Reducing:
 class ActiveRound:
     """One round from its opening to its commit.
 
-    ``on_close`` is called exactly once, on the event loop, with the closing verdict; after a commit the
-    result is complete and valid by then.
+    A round that is to be committed is given to ``keep`` first, which makes it last and then calls the function
+    that it is given, with an error if that failed: a commit is not announced before. ``on_close`` is called
+    exactly once, on the event loop, with the closing verdict; after a commit the result is complete and valid
+    by then.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class ActiveRound:
         reducing: Reducing,
         timer: Timer,
         on_close: Callable[[ActiveRound, Verdict], None],
+        keep: Callable[[ActiveRound, Done], None] = lambda active, done: done(None),
     ) -> None:
         self.round = round_index
         self.epoch = epoch
@@ -95,17 +100,29 @@ class ActiveRound:
         self.result = Result(round_index, epoch)
         self.opened_at = timer.now()
         self.first_at: float | None = None
+        self.whole_at: list[float] = []  # when each contribution was there
         self.verdict: Verdict | None = None  # the closing one
         self._policy = policy
         self._shared = reducing
         self._timer = timer
         self._on_close = on_close
+        self._keep = keep
         self._alarm: Alarm | None = None
         self._alarm_at = 0.0
         self._reduction: Reduction | None = None
         self._voters: tuple[str, ...] = ()  # of the reduction
         self._busy = False
         self._closed = False
+
+    @property
+    def missing(self) -> int:
+        """Members from whom a contribution may still come."""
+        return sum(member.live and member.pending for member in self.members.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has come to a result, announced or not."""
+        return self.result.settled
 
     @property
     def table(self) -> BucketTable:
@@ -164,8 +181,9 @@ class ActiveRound:
         if contribution not in member.lanes:
             return
         if contribution.complete and member.lanes.complete and member.pending:
-            if self.first_at is None:
-                self.first_at = self._timer.now()
+            now = self._timer.now()
+            self.first_at = now if self.first_at is None else self.first_at
+            self.whole_at.append(now)
             self._change(member, State.COMPLETE)
         else:
             self._advance()
@@ -190,6 +208,18 @@ class ActiveRound:
         elif node in self._voters:
             self._form(self._voters)  # a part of the row will be written again
 
+    def returned(self, node: str) -> bool:
+        """A member whose session had ended is back, under the same name; whether it still has its seat."""
+        member = self.members.get(node)
+        if member is None or member.live or self._closed:
+            return False
+        member.live = True
+        if member.state is State.GONE and self.verdict is None:
+            member.lanes.clear()
+            member.state = State.EXPECTED
+        self._change(member, member.state)
+        return member.state in (State.EXPECTED, State.COMPLETE)
+
     def departed(self, node: str) -> None:
         """A member's session ended."""
         member = self.members.get(node)
@@ -200,7 +230,7 @@ class ActiveRound:
 
     def stop(self, error: Refused) -> None:
         """End without a result."""
-        if not self._closed:
+        if not self.result.committed:
             self._finish()
             self.result.fail(error)
 
@@ -280,16 +310,28 @@ class ActiveRound:
 
     def _commit(self, verdict: Verdict, digest: str, agreement: dict[str, float]) -> None:
         self._finish()
-        self.result.commit(
+        self.result.settle(
             verdict.voters,
-            [self.members[node].weight for node in verdict.voters],
+            ramped(
+                [self.members[node].weight for node in verdict.voters],
+                [self.members[node].share for node in verdict.voters],
+            ),
             casting=casting_voter(self.round, len(verdict.voters)),
             nbytes=self.table.result_nbytes if verdict.voters else 0,
             digest=digest,
             reason=verdict.reason,
             agreement=agreement,
         )
-        self._on_close(self, verdict)
+
+        def kept(error: BaseException | None) -> None:
+            if error is not None:
+                self.verdict = Verdict("fail", str(error))
+            else:
+                self.result.commit()
+            if self.result.error is None:
+                self._on_close(self, self.verdict or verdict)
+
+        self._keep(self, kept)
 
     def _finish(self) -> None:
         self._closed = True
@@ -347,7 +389,7 @@ class ActiveRound:
             round_index=self.round,
             tally=self._shared.tally,
             memory=self._shared.memory,
-            weights=[member.weight for member in members],
+            weights=ramped([member.weight for member in members], [member.share for member in members]),
             mean_weights=[member.weight * member.samples for member in members],
         )
         self._reduction = Reduction(

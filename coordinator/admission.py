@@ -14,12 +14,13 @@ MAX_DIGEST: Final = 128
 MAX_WEIGHT: Final = 65535
 MAX_RANKS: Final = 1024  # processes of one node
 MAX_BATCH: Final = 1 << 20  # samples of a micro-step, as in a run file
+MAX_STATE_BYTES: Final = 1 << 46
 MAX_SAMPLES: Final = 1 << 60  # of a run: what a round adds stays within 64 bits
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What every node must agree on; an empty digest is not known yet: the first node defines it.
+    """What every node must agree on; an empty digest, or 0 bytes, is not known yet: the first node defines it.
 
     ``start`` is what the run would begin with if nobody else came. Once it has begun, with ``committed``
     rounds by now, newcomers load the shared state from another node.
@@ -31,6 +32,7 @@ class RunFacts:
     data_digest: str
     rounds: int
     start: Start
+    state_bytes: int = 0
     committed: int | None = None
 
 
@@ -82,6 +84,15 @@ def refusal(request: JoinRequest, facts: RunFacts) -> str | None:
         return "a node must state the digest of its data"
     if not request.state_digest:
         return "a node must state the digest of the state it starts from"
+    if not 1 <= request.state_bytes <= MAX_STATE_BYTES:
+        return f"the shared state has 1 to {MAX_STATE_BYTES} bytes, not {request.state_bytes}"
+    if facts.state_bytes and request.state_bytes != facts.state_bytes:
+        return (
+            f"the shared state of this node has {request.state_bytes} bytes, this run's "
+            f"{facts.state_bytes}: install the same version of atoll on every node"
+        )
+    if request.lease_count > MAX_BATCH or request.lease_start > MAX_SAMPLES:
+        return f"the work in hand is {request.lease_count} samples from {request.lease_start}: too many"
     if request.round > facts.rounds:
         return f"this node holds the state after {request.round} rounds, the run has {facts.rounds}"
     if facts.committed is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,6 +12,7 @@ from coordinator.digests import Judgement, judge
 from protos.atoll_pb2 import Curve, Report
 
 CURVE_POINTS: Final = 512
+KEPT_DIGESTS: Final = 1 << 16
 OPEN_ROUNDS: Final = 16  # reports for older rounds no longer change anything
 
 
@@ -45,11 +46,15 @@ class History:
     def __init__(self) -> None:
         self._points: OrderedDict[int, Point] = OrderedDict()
         self._tokens_before = 0  # of points that have left the tail
-        self._start = (-1, "")  # the last round before the first of this run, and the digest after it
+        self._agreed: OrderedDict[int, str] = OrderedDict()  # digest after a round
+        self._fresh: list[tuple[int, str]] = []
 
-    def begin(self, round_index: int, digest: str) -> None:
-        """The first round to be committed is ``round_index``, on top of the state with this digest."""
-        self._start = (round_index - 1, digest)
+    def begin(self, round_index: int, digest: str, agreed: Mapping[int, str] | None = None) -> None:
+        """The first round to be committed is ``round_index``, on top of the state with this digest; ``agreed``
+        are digests after rounds that were committed before."""
+        self._agreed.update(sorted((agreed or {}).items()))
+        if digest:
+            self._agreed[round_index - 1] = digest
 
     def committed(self, round_index: int, members: Sequence[str], agreement: float) -> None:
         """A round is valid; its members will report."""
@@ -82,9 +87,20 @@ class History:
                 judgements.append(self._judge(point))
         return judgements
 
+    def newly_agreed(self) -> list[tuple[int, str]]:
+        """Rounds, and the digests after them, that have been agreed since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
     def _judge(self, point: Point) -> Judgement:
         others = tuple(node for node in point.digests if node not in point.members)
         point.judgement = judge(point.digests, point.members + others)
+        agreed = point.judgement.agreed
+        if agreed is not None and self._agreed.get(point.round) != agreed:
+            self._agreed[point.round] = agreed
+            self._fresh.append((point.round, agreed))
+            while len(self._agreed) > KEPT_DIGESTS:
+                self._agreed.popitem(last=False)
         return point.judgement
 
     @property
@@ -100,10 +116,7 @@ class History:
 
     def digest_after(self, round_index: int) -> str:
         """The agreed digest of the shared state after a round; empty if unknown."""
-        if round_index == self._start[0]:
-            return self._start[1]
-        point = self._points.get(round_index)
-        return (point.judgement.agreed or "") if point else ""
+        return self._agreed.get(round_index, "")
 
     @property
     def last_loss(self) -> float:

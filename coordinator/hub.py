@@ -7,41 +7,48 @@ calls of this object and refusals into its own status codes.
 from __future__ import annotations
 
 import secrets
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from coordinator.active_round import Pool
 from coordinator.admission import RunFacts, refusal
+from coordinator.chunk_store import ChunkStore
+from coordinator.events import Listener, ignore
 from coordinator.exchange import Exchange
 from coordinator.intake import Intake
+from coordinator.journal import Journal
 from coordinator.nodes import Node, Outbox
+from coordinator.partial_snapshot import Upload
+from coordinator.pacing import Pacer, exchanging
 from coordinator.plan import RunPlan
 from coordinator.refusal import (
     BAD_MESSAGE,
     BAD_SESSION,
-    BAD_TRANSFER,
     JOIN,
     SECOND_SESSION,
     Refused,
 )
+from coordinator.replay import replay
 from coordinator.run import ENDED, Run
 from coordinator.start import Claim, choose
 from coordinator.status import status_of
 from coordinator.sweeping import sweep
 from coordinator.timer import Alarm, Timer
-from coordinator.transfers import Lane, Transfer, parse_state_header
 from optim.aggregate import TallyFunction
 from protos.atoll_pb2 import (
+    ChunksRequest,
     GetRunReply,
     GetRunRequest,
     JoinReply,
     JoinRequest,
     NodeMessage,
+    ResultsRequest,
     StatusReply,
 )
 from protos.buckets import TableSchedule
-from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, FrameError, decode_frame
+from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, SESSION_UNKNOWN
 
 MAX_NODES: Final = 4096
 STREAMS_A_RANK: Final = 2  # exchanges: the one in use, and one that broke without this side knowing yet
@@ -62,21 +69,52 @@ class Hub:
         timer: the only clock.
         pool: for CPU work.
         tally: the majority function, ``optim.bits.tally``.
+        journal: where everything is kept that has to outlast this object, and what it begins with.
+        chunks: where snapshots are kept.
+        file_pool: for work on snapshots, which may take long; ``pool`` if not given.
+        wall: seconds since 1970, for people who read the journal.
+        tell: is told what happens.
     """
 
     def __init__(
-        self, plan: RunPlan, tables: TableSchedule, *, timer: Timer, pool: Pool, tally: TallyFunction
+        self,
+        plan: RunPlan,
+        tables: TableSchedule,
+        *,
+        timer: Timer,
+        pool: Pool,
+        tally: TallyFunction,
+        journal: Journal | None = None,
+        chunks: ChunkStore | None = None,
+        file_pool: Pool | None = None,
+        wall: Callable[[], float] = lambda: 0.0,
+        tell: Listener = ignore,
     ) -> None:
         self.plan = plan
         self.tables = tables
-        self.run = Run(plan, tables, timer=timer, pool=pool, tally=tally)
+        self.run = Run(
+            plan,
+            tables,
+            timer=timer,
+            pool=pool,
+            tally=tally,
+            journal=journal,
+            chunks=chunks,
+            file_pool=file_pool,
+            wall=wall,
+            tell=tell,
+        )
         self._intake = Intake(self.run)
         self.bytes_in = 0  # messages of all calls, as they travel
         self.bytes_out = 0
+        self.pacer = Pacer(
+            now=timer.now,
+            exchanging=lambda: exchanging(self.run),
+            moved=lambda: self.bytes_in + self.bytes_out,
+            patience=plan.stall / 4,
+        )
         self._timer = timer
         self._sessions: dict[str, Node] = {}  # by secret
-        self._data_digest = plan.data_digest
-        self._numbers = 0
         self._sweep_due = 0.0
         self._alarm: Alarm | None = None
         self._schedule_sweep()
@@ -97,7 +135,7 @@ class Hub:
             run_file=self.plan.run_file,
             run_digest=self.plan.run_digest,
             table_digest=self.tables.digest,
-            data_digest=self._data_digest,
+            data_digest=self.run.data_digest,
             round=self.run.round,
         )
 
@@ -105,15 +143,19 @@ class Hub:
         """Admit a node; ``address`` is where it called from, for people."""
         run = self.run
         if not run.registry.nodes and not run.begun:  # nobody is left who could disagree
-            self._data_digest = self.plan.data_digest
+            run.data_digest, run.state_bytes = self.plan.data_digest, 0
+        if run.phase == "suspended":
+            raise Refused(JOIN, "this coordinator is stopping: another one will go on", "UNAVAILABLE")
+        committed = None if not run.begun else self.plan.rounds if run.gathering.awaited else run.round
         facts = RunFacts(
             run_digest=self.plan.run_digest,
             table_digest=self.tables.digest,
             dtype=self.plan.dtype,
-            data_digest=self._data_digest,
+            data_digest=run.data_digest,
+            state_bytes=run.state_bytes,
             rounds=self.plan.rounds,
             start=choose(node.claim for node in run.registry.nodes.values()),
-            committed=run.round if run.begun else None,
+            committed=committed,
         )
         problem = f"the run has ended: {run.reason}" if run.phase in ENDED else refusal(request, facts)
         if problem is None and len(run.registry.nodes) >= MAX_NODES:
@@ -121,27 +163,45 @@ class Hub:
         if problem is not None:
             self.count(JOIN)
             raise Refused(JOIN, problem, "FAILED_PRECONDITION")
-        self._data_digest = self._data_digest or request.data_digest
-        name = f"node-{self._numbers}"
-        node = Node(
-            node=name,
-            name=request.name,
-            address=address,
-            secret=secrets.token_hex(16),
-            weight=request.weight,
-            claim=Claim(name, request.round, request.state_digest, request.samples),
-            seen_at=self._timer.now(),
-            ranks=request.ranks or 1,
-            batch=request.batch,
-        )
-        self._numbers += 1
+        run.data_digest = run.data_digest or request.data_digest
+        run.state_bytes = run.state_bytes or request.state_bytes
+        node = self._admitted(request, address)
         run.registry.nodes[node.node] = node
         self._sessions[node.secret] = node
         return JoinReply(
             node=node.node,
             session=node.secret,
             heartbeat_seconds=self.plan.heartbeat,
-            needs_state=not run.replays(node) if run.begun else request.round < facts.start.round,
+            needs_state=run.newcomers.trusted(node) is None
+            if run.begun
+            else request.round < facts.start.round,
+        )
+
+    def _admitted(self, request: JoinRequest, address: str) -> Node:
+        """A node under a new name, or under its old one if it can tell the secret of its last session."""
+        run = self.run
+        name = run.registry.former(request.former)
+        if name is not None and (before := run.registry.get(name)) is not None:
+            self.close_session(before, "it has joined again")
+        known, name = name is not None, name or run.registry.new_name()
+        work = (request.lease_round, request.lease_start, request.lease_count)
+        return Node(
+            node=name,
+            name=request.name,
+            address=address,
+            secret=secrets.token_hex(16),
+            weight=request.weight,
+            claim=Claim(
+                name,
+                request.round,
+                request.state_digest,
+                request.samples,
+                work if request.lease_count else None,
+            ),
+            seen_at=self._timer.now(),
+            ranks=request.ranks or 1,
+            batch=request.batch,
+            known=known,
         )
 
     def node_of(self, session: str) -> Node:
@@ -152,7 +212,9 @@ class Hub:
             self.count(BAD_SESSION)
             why = f" ({node.reason})" if node is not None else ""
             raise Refused(
-                BAD_SESSION, f"this session is unknown or has ended{why}: join again", "UNAUTHENTICATED"
+                BAD_SESSION,
+                f"{SESSION_UNKNOWN}this session is unknown or has ended{why}",
+                "UNAUTHENTICATED",
             )
         return node
 
@@ -194,10 +256,8 @@ class Hub:
             else:
                 self.run.reported(node, report)
         elif kind == "ready":
-            if self.run.syncing is None:
+            if self.run.ready(node, message.ready):
                 self.count(BAD_MESSAGE)
-            else:
-                self.count(BAD_MESSAGE if self.run.syncing.ready(node.node, message.ready) else "")
         elif kind == "leave":
             self.close_session(node, message.leave.reason[:256] or "it left", cleanly=True)
         elif kind is None:
@@ -223,47 +283,31 @@ class Hub:
         """Count a refused or ignored message."""
         self.run.count(kind)
 
-    # --------------------------------------------------------------------------------------------- transfers
+    # ------------------------------------------------------------------------------------ states and results
 
-    def upload(self, node: Node, first: bytes) -> Transfer:
-        """The transfer that a donor's first message belongs to; the message is still to be fed."""
-        try:
-            header = parse_state_header(bytes(decode_frame(first).body))
-        except FrameError as error:
-            self.count(BAD_TRANSFER)
-            raise Refused(BAD_TRANSFER, str(error)) from error
-        transfer = self._transfer(header.transfer)
-        if transfer.donor != node.node:
-            self.count(BAD_TRANSFER)
-            text = f"{node.node} is not the donor of transfer {transfer.id}"
-            raise Refused(BAD_TRANSFER, text, "FAILED_PRECONDITION")
-        if transfer.phase != "offered":
-            self.count(BAD_TRANSFER)
-            raise Refused(
-                BAD_TRANSFER, f"transfer {transfer.id} is {transfer.phase} already", "ALREADY_EXISTS"
-            )
-        return transfer
+    def upload(self, node: Node, first: bytes) -> Upload:
+        """The part of a snapshot that a donor's first message announces."""
+        return self.run.snapshots.upload(node.node, first)
 
-    def download(self, node: Node, request: bytes) -> Lane:
-        """The lane that a joiner reads a state from."""
-        transfer = self._transfer(parse_state_header(request).transfer)
-        try:
-            return transfer.attach(node.node)
-        except Refused as refused:
-            self.count(refused.kind)
-            raise
+    def chunks(self, node: Node, request: ChunksRequest) -> AsyncGenerator[bytes, None]:
+        """Frames of a snapshot."""
+        return self.run.snapshots.read(request)
 
-    def download_broke(self, node: Node, lane: Lane) -> None:
-        """A joiner's download ended before its last message."""
-        if self.run.syncing is not None and lane.error is None:
-            self.run.syncing.failed(node.node, f"the download of {node.node} broke off")
+    def results(self, node: Node, request: ResultsRequest) -> AsyncGenerator[bytes, None]:
+        """Frames of the results of many rounds."""
+        run = self.run
+        return replay(
+            request,
+            node.node,
+            tables=run.tables,
+            ring=run.results,
+            journal=run.journal,
+            committed=run.round,
+        )
 
-    def _transfer(self, transfer_id: str) -> Transfer:
-        transfer = self.run.syncing.transfer if self.run.syncing is not None else None
-        if transfer is None or transfer.id != transfer_id:
-            self.count(BAD_TRANSFER)
-            raise Refused(BAD_TRANSFER, f"there is no transfer {transfer_id[:64]!r} (any more)", "NOT_FOUND")
-        return transfer
+    def moved(self, node: Node) -> None:
+        """Bytes of a state or of results have moved between this side and a node."""
+        node.progress_at = node.seen_at = self._timer.now()
 
     # --------------------------------------------------------------------------------------------- upkeep
 
@@ -274,6 +318,10 @@ class Hub:
     def stop(self, reason: str) -> None:
         """End the run; nodes are told why."""
         self.run.stop(reason)
+
+    def suspend(self, reason: str) -> None:
+        """Go no further; nodes are told nothing and hold."""
+        self.run.suspend(reason)
 
     def close(self) -> None:
         """Stop the sweeping."""

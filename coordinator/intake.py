@@ -16,6 +16,7 @@ from coordinator.refusal import (
 )
 from coordinator.run import ENDED, Run
 from protos.atoll_pb2 import ContributionHeader
+from protos.wire import SESSION_UNKNOWN
 
 if TYPE_CHECKING:
     from coordinator.exchange import Exchange
@@ -95,7 +96,7 @@ class Intake:
                 "kept: it fell too far behind"
             )
             run.departed(node, reason)
-            text = f"the session of {node.node} has ended: {reason}; join again to load the present state"
+            text = f"{SESSION_UNKNOWN}the session of {node.node} has ended: {reason}"
             raise Refused(FELL_BEHIND, text, "UNAUTHENTICATED")
         if not (header.abstain or lane.idle):
             run.count(DUPLICATE if node.node in result.voters else LATE)

@@ -107,6 +107,7 @@ class Recovered:
         last: the last committed round, ``None`` before the first.
         roster: the last one.
         trained: samples counted in commits.
+        samples: no sample before this one is leased again, but for those that ``last`` returned.
         digests: agreed digest of the state after a round, for the last rounds.
         memory: what the reducer carries from round to round.
         notes: what was found damaged and mended, in words.
@@ -117,6 +118,7 @@ class Recovered:
     last: RoundRecord | None
     roster: RosterRecord
     trained: int = 0
+    samples: int = 0
     digests: Mapping[int, str] = field(default_factory=dict)
     memory: Mapping[str, F32] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -190,6 +192,7 @@ class MemoryJournal:
         self.digests: dict[int, str] = {}
         self.memory: Mapping[str, F32] = {}
         self.next = 0
+        self.samples = 0
 
     @property
     def recovered(self) -> Recovered | None:
@@ -202,6 +205,7 @@ class MemoryJournal:
             round=self.next,
             last=last.record if last else None,
             roster=self.rosters[-1] if self.rosters else RosterRecord(0, (), 0),
+            samples=max(self.samples, self.start.samples, last.record.frontier if last else 0),
             trained=sum(count for kept in self.rounds.values() for _, _, count in kept.record.trained),
             digests=dict(self.digests),
             memory=dict(self.memory),
@@ -209,7 +213,7 @@ class MemoryJournal:
 
     def begin(self, start: StartRecord) -> None:
         """See :class:`Journal`."""
-        self.start, self.next = start, start.round
+        self.start, self.next, self.samples = start, start.round, start.samples
         self.rosters, self.rounds, self.digests, self.memory = [], {}, {}, {}
 
     def roster(self, record: RosterRecord) -> None:
@@ -245,7 +249,7 @@ class MemoryJournal:
 
     def skipped(self, round_index: int, samples: int) -> None:
         """See :class:`Journal`."""
-        self.next = round_index
+        self.next, self.samples = round_index, samples
 
     def close(self) -> None:
         """See :class:`Journal`."""

@@ -9,7 +9,7 @@ epoch) is the nodes'.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -37,11 +37,13 @@ class LeaseBook:
     open round, or returned.
     """
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start: int = 0, returned: Iterable[Lease] = (), trained: int = 0) -> None:
         self.frontier = start  # first index that was never leased
-        self.trained = 0  # samples counted in commits so far
+        self.trained = trained  # samples counted in commits so far
         self._returned: list[Lease] = []  # sorted, neighbours merged
         self._held: dict[str, tuple[int, Lease]] = {}  # node -> (round, lease)
+        for lease in returned:
+            self._give_back(lease)
 
     @property
     def returned(self) -> tuple[Lease, ...]:
@@ -52,6 +54,36 @@ class LeaseBook:
     def held(self) -> dict[str, Lease]:
         """Lease of each member that has one now."""
         return {node: lease for node, (_, lease) in self._held.items()}
+
+    def held_by(self, node: str, round_index: int) -> Lease | None:
+        """The lease that a node holds for a round."""
+        held_round, lease = self._held.get(node, (round_index, None))
+        return lease if held_round == round_index else None
+
+    def reclaim(self, node: str, round_index: int, lease: Lease) -> bool:
+        """Lease to ``node`` just the samples that it works on already, if they are nobody's.
+
+        It had them from a coordinator that was started again since. What lies between the frontier and a
+        lease beyond it goes back to the pool: others had it, and may still reclaim it.
+        """
+        if node in self._held:
+            return self._held[node] == (round_index, lease)
+        if lease.count < 1:
+            return False
+        if lease.start >= self.frontier:
+            if lease.start > self.frontier:
+                self._give_back(Lease(self.frontier, lease.start - self.frontier))
+            self.frontier = lease.end
+        else:
+            place = bisect.bisect(self._returned, Lease(lease.start, 1 << 62)) - 1
+            if place < 0 or self._returned[place].end < lease.end:
+                return False
+            around = self._returned.pop(place)
+            for start, end in ((around.start, lease.start), (lease.end, around.end)):
+                if start < end:
+                    bisect.insort(self._returned, Lease(start, end - start))
+        self._held[node] = (round_index, lease)
+        return True
 
     def take(self, node: str, round_index: int, count: int) -> Lease:
         """Lease up to ``count`` consecutive samples to ``node`` for a round.
@@ -79,16 +111,22 @@ class LeaseBook:
         self._held[node] = (round_index, lease)
         return lease
 
-    def settle(self, round_index: int, counted: Collection[str]) -> None:
-        """Close a round: the leases of those counted are trained, all other leases of the round return."""
+    def settle(self, round_index: int, counted: Collection[str]) -> dict[str, Lease]:
+        """Close a round: the leases of those counted are trained, all other leases of the round return.
+
+        Returns the former, by node.
+        """
+        trained = {}
         for node, (held_round, lease) in list(self._held.items()):
             if held_round != round_index:
                 continue
             del self._held[node]
             if node in counted:
                 self.trained += lease.count
+                trained[node] = lease
             else:
                 self._give_back(lease)
+        return trained
 
     def _give_back(self, lease: Lease) -> None:
         place = bisect.bisect(self._returned, lease)

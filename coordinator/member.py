@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from coordinator.contribution import Contribution
 from coordinator.lane_layout import LaneLayout
+from coordinator.ramp import FULL, Share
 from coordinator.refusal import BAD_LANE, Refused
 from coordinator.rounds import State
 from optim.aggregate import Bytes
@@ -84,13 +85,15 @@ class Lanes:
 
 @dataclass
 class Member:
-    """One seat of the round; its means weigh ``weight`` for each of its ``samples``."""
+    """One seat of the round; its means weigh ``weight`` for each of its ``samples``, its votes ``share`` of
+    ``weight``."""
 
     node: str
     weight: int
     row: Bytes
     state: State
     samples: int = 1
+    share: Share = FULL
     live: bool = True
     lanes: Lanes = field(default_factory=Lanes)
     reason: str = ""

@@ -62,7 +62,7 @@ class _HubCollector(Collector):
             "atoll_roster_epoch", "Epoch of the roster.", value=run.registry.roster.epoch
         )
         phase = GaugeMetricFamily("atoll_phase", "1 for the phase that the run is in.", labels=["phase"])
-        for name in ("gathering", "syncing", "training", "done", "failed"):
+        for name in ("gathering", "syncing", "training", "done", "failed", "suspended"):
             phase.add_metric([name], float(run.phase == name))
         yield phase
         yield from self._learning()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OUTBOX_MESSAGES: Final = 64
 
-NodeState = Literal["joining", "loading", "active", "lagging", "left"]
+NodeState = Literal["joining", "loading", "replaying", "active", "lagging", "left"]
 
 
 class Outbox:
@@ -71,6 +71,13 @@ class Node:
         position: first round whose result it has not been given.
         opened: last round whose RoundOpen it was sent.
         first_round: first round that it was a member of.
+        since: round with which the momentum of a newcomer began; ``None``: its votes weigh in full.
+        known: it has proved to be a node that was here before, under the same name.
+        held: before it is a member: the round whose shared state it certainly holds, ``None`` for none.
+        goal: the round whose state it holds once it has carried out its last order to load or replay; -1
+            while it has none.
+        loading: the snapshot that it was told to load.
+        progress_at: when bytes of such an order last moved.
         seen_at: when it last said something, on the coordinator's clock.
         ranks: its processes; each may have a stream of its own in a round.
         batch: samples that it takes for a micro-step; 0 = as many as the run file says.
@@ -90,6 +97,12 @@ class Node:
     position: int = 0
     opened: int = -1
     first_round: int = 0
+    since: int | None = None
+    known: bool = False
+    held: int | None = None
+    goal: int = -1
+    loading: str = ""
+    progress_at: float = 0.0
     outbox: Outbox | None = None  # while its session is open
     exchanges: list[Exchange] = field(default_factory=list)
     given_round: int = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from coordinator.ramp import momentum_of
 from coordinator.rounds import Policy
 from protos.methods import Basis, micro_steps
 
@@ -30,6 +31,8 @@ class RunPlan:
         stall: seconds after which a stream that makes no progress is closed.
         local_steps, fragments, basis: of the method; they make the micro-steps of a round.
         dtype: of the shared parameters.
+        momentum: behind the votes; 0: a newcomer's vote weighs in full at once.
+        snapshot_every: rounds between two snapshots of the shared state; 0: as the results since then ask.
         data_digest: what nodes' data must be; empty = the first node's.
     """
 
@@ -48,6 +51,8 @@ class RunPlan:
     fragments: int = 1
     basis: Basis = "global"
     dtype: str = "float32"
+    momentum: float = 0.0
+    snapshot_every: int = 0
     data_digest: str = ""
 
     def samples(self, round_index: int, batch: int = 0) -> int:
@@ -56,7 +61,14 @@ class RunPlan:
         return (batch or self.batch) * steps
 
     @classmethod
-    def of(cls, run_file: RunFile, *, nodes: int | None = None, dtype: str = "float32") -> RunPlan:
+    def of(
+        cls,
+        run_file: RunFile,
+        *,
+        nodes: int | None = None,
+        dtype: str = "float32",
+        snapshot_every: int = 0,
+    ) -> RunPlan:
         """Take it from a run file; ``dtype`` is that of the shared parameters, ``nodes`` how many to wait for
         if not as many as the run file says."""
         method = run_file.method
@@ -74,4 +86,6 @@ class RunPlan:
             fragments=method.fragments,
             basis=method.basis,
             dtype=dtype,
+            momentum=momentum_of(method),
+            snapshot_every=snapshot_every,
         )

@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coordinator.active_round import Pool
 
 Done = Callable[["list[bytes] | None", "BaseException | None"], None]
 
@@ -33,3 +37,19 @@ class ThreadPool:
     def close(self) -> None:
         """Wait for the running job and end the thread."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+def in_pool(pool: Pool, work: Callable[[], list[bytes]]) -> asyncio.Future[list[bytes]]:
+    """The outcome of ``work``, which runs in the pool even if nobody waits for it any more."""
+    future: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+
+    def done(outcome: list[bytes] | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(outcome or [])
+
+    pool.submit(work, done)
+    return future

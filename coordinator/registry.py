@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 from coordinator.active_round import ActiveRound
+from coordinator.journal import NodeRecord, RosterRecord
 from coordinator.nodes import Node
 from coordinator.roster import Roster
 from coordinator.rounds import State, Verdict
+from protos.digests import sha256_text
 
 MAX_LEFT: Final = 64
+MAX_FORMER: Final = 4096  # sessions whose nodes may come back under their old names
 
 
 class Registry:
@@ -20,12 +24,44 @@ class Registry:
         nodes: present ones.
         left: the last of those who have left.
         roster: members of the present round, or of the last one.
+        numbers: names given so far.
     """
 
     def __init__(self) -> None:
         self.nodes: dict[str, Node] = {}
         self.left: list[Node] = []
         self.roster = Roster()
+        self.numbers = 0
+        self._former: OrderedDict[str, NodeRecord] = OrderedDict()  # by the sha256 of their secrets
+
+    def restore(self, record: RosterRecord) -> None:
+        """Begin with the roster of a coordinator that has ended; its members may come back."""
+        self.roster = Roster(record.epoch, tuple(member.node for member in record.members))
+        self.numbers = record.numbers
+        self._former = OrderedDict((member.secret, member) for member in record.members)
+
+    def record(self) -> RosterRecord:
+        """The roster, for the journal."""
+        known = {member.node: member for member in self._former.values()}
+        for name in self.roster.members:
+            if (node := self.nodes.get(name)) is not None:
+                known[name] = NodeRecord(name, node.name, sha256_text(node.secret))
+        members = tuple(known[name] for name in self.roster.members if name in known)
+        return RosterRecord(self.roster.epoch, members, self.numbers)
+
+    def former(self, secret: str) -> str | None:
+        """The name of the node whose session had this secret."""
+        if not secret:
+            return None
+        record = self._former.get(sha256_text(secret))
+        if record is not None:
+            return record.node
+        return next((node.node for node in self.nodes.values() if node.secret == secret), None)
+
+    def new_name(self) -> str:
+        """For a node that was not here before."""
+        self.numbers += 1
+        return f"node-{self.numbers - 1}"
 
     def get(self, node: str | None) -> Node | None:
         """A present node."""
@@ -36,20 +72,27 @@ class Registry:
         return [node for node in self.nodes.values() if node.in_session]
 
     def joiners(self) -> list[Node]:
-        """Nodes in session that are in no roster yet."""
-        return [node for node in self.in_session() if node.state == "joining"]
+        """Nodes in session that are no members, or are to be members no more."""
+        return [node for node in self.in_session() if node.state in ("joining", "loading", "replaying")]
 
     def remove(self, node: Node) -> bool:
         """Move a node to those who have left; ``False`` if it was not present."""
         if self.nodes.pop(node.node, None) is None:
             return False
-        self.left = [*self.left[1 - MAX_LEFT :], node]
+        self.left = [*(old for old in self.left[1 - MAX_LEFT :] if old.node != node.node), node]
+        self._former[sha256_text(node.secret)] = NodeRecord(node.node, node.name, sha256_text(node.secret))
+        while len(self._former) > MAX_FORMER:
+            self._former.popitem(last=False)
         return True
 
     def members(self) -> list[Node]:
         """Members of the roster that can be given orders."""
         found = (self.nodes.get(node) for node in self.roster.members)
-        return [node for node in found if node is not None and node.in_session]
+        return [
+            node
+            for node in found
+            if node is not None and node.in_session and node.state in ("active", "lagging")
+        ]
 
     def donors(self, round_index: int) -> list[str]:
         """Members that hold the state of ``round_index``, starting with another one in every round."""
@@ -57,15 +100,21 @@ class Registry:
         turn = round_index % max(1, len(able))
         return able[turn:] + able[:turn]
 
-    def renew(self, newcomers: Sequence[tuple[Node, int]] = ()) -> None:
-        """Make the next roster: whoever left is out, newcomers hold the state of the given round."""
-        staying = {node.node for node in self.members()}
-        gone = [node for node in self.roster.members if node not in staying]
-        self.roster = self.roster.changed(leave=gone, join=[node.node for node, _ in newcomers])
+    def renew(self, newcomers: Sequence[tuple[Node, int]] = ()) -> bool:
+        """Make the next roster: whoever left is out, newcomers hold the state of the given round. Returns
+        whether anything changed.
+
+        A newcomer whose name is in the roster still, as it was cut off for a moment, keeps its slot.
+        """
         for node, held in newcomers:
             node.position = node.first_round = held
             node.opened = held - 1
-            node.state = "active"
+            node.state, node.goal = "active", -1
+        staying = {node.node for node in self.members()}
+        gone = [node for node in self.roster.members if node not in staying]
+        joining = [node.node for node, _ in newcomers if node.node not in self.roster]
+        before, self.roster = self.roster, self.roster.changed(leave=gone, join=joining)
+        return self.roster is not before
 
     def dissolve(self) -> None:
         """Nobody is a member any more."""

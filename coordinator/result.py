@@ -11,11 +11,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from coordinator.journal import Kept
 from coordinator.refusal import Refused
 from protos.atoll_pb2 import Commit
-from protos.wire import COMMIT, encode_frame
+from protos.wire import CHUNK, CHUNK_BYTES, COMMIT, PREFIX_BYTES, encode_frame
 
-RING_ROUNDS: Final = 32  # replaying more votes than that costs more bytes than loading the weights
+RING_ROUNDS: Final = 32
 RING_BYTES: Final = 256 << 20
 
 
@@ -34,18 +35,36 @@ class Result:
         self.frames: list[bytes] = []
         self.error: Refused | None = None
         self._facts: Commit | None = None
+        self._announced = False
         self._agreement: dict[str, float] = {}
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def committed(self) -> bool:
-        """Whether the result is valid."""
+        """Whether the result is valid, and receivers are told so."""
+        return self._announced
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of it changes any more."""
         return self._facts is not None
 
     @property
     def voters(self) -> tuple[str, ...]:
-        """Whose contributions are in it; empty before the commit."""
+        """Whose contributions are in it; empty before they are settled."""
         return tuple(self._facts.voters) if self._facts else ()
+
+    @property
+    def facts(self) -> Commit:
+        """What :meth:`settle` was told; ``counted`` and ``agreement`` are each receiver's own."""
+        if self._facts is None:
+            raise RuntimeError(f"round {self.round} is not settled")
+        return self._facts
+
+    @property
+    def payload(self) -> list[memoryview]:
+        """The result in pieces, end to end."""
+        return [memoryview(frame)[PREFIX_BYTES:] for frame in self.frames]
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +84,7 @@ class Result:
             self.frames.extend(frames)
             self._wake()
 
-    def commit(
+    def settle(
         self,
         voters: Sequence[str],
         weights: Sequence[int],
@@ -76,7 +95,7 @@ class Result:
         reason: str,
         agreement: Mapping[str, float],
     ) -> None:
-        """Make the result valid."""
+        """Nothing of the result changes any more; :meth:`commit` makes it valid."""
         self._facts = Commit(
             round=self.round,
             epoch=self.epoch,
@@ -88,7 +107,35 @@ class Result:
             reason=reason,
         )
         self._agreement = dict(agreement)
+
+    def commit(self) -> None:
+        """Make the settled result valid: receivers are given the COMMIT."""
+        self._announced = self._facts is not None
         self._wake()
+
+    @classmethod
+    def of(cls, kept: Kept) -> Result:
+        """A committed result out of the journal."""
+        record = kept.record
+        result = cls(record.round, record.epoch)
+        payload = memoryview(kept.payload)
+        result.extend(
+            [
+                encode_frame(CHUNK, payload[start : start + CHUNK_BYTES], offset=start)
+                for start in range(0, len(payload), CHUNK_BYTES)
+            ]
+        )
+        result.settle(
+            record.voters,
+            record.weights,
+            casting=record.casting,
+            nbytes=record.nbytes,
+            digest=record.digest,
+            reason=record.reason,
+            agreement=dict(zip(record.voters, record.agreement, strict=True)),
+        )
+        result.commit()
+        return result
 
     def fail(self, error: Refused) -> None:
         """Tell all receivers that there will be no result."""
@@ -97,10 +144,8 @@ class Result:
 
     def commit_frame(self, node: str, *, nbytes: int | None = None, digest: str = "") -> bytes:
         """The COMMIT frame for one receiver; ``nbytes`` and ``digest`` of what it was sent, if not of all."""
-        if self._facts is None:
-            raise RuntimeError(f"round {self.round} is not committed")
         facts = Commit()
-        facts.CopyFrom(self._facts)
+        facts.CopyFrom(self.facts)
         if nbytes is not None:
             facts.nbytes, facts.payload_digest = nbytes, digest
         facts.counted = node in facts.voters

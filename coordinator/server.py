@@ -13,7 +13,7 @@ import hmac
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -22,15 +22,22 @@ from google.protobuf.message import DecodeError, Message
 from coordinator.exchange import Exchange
 from coordinator.hub import Hub
 from coordinator.nodes import Node
-from coordinator.refusal import BAD_MESSAGE, BAD_TOKEN, BAD_TRANSFER, Refused
+from coordinator.refusal import BAD_MESSAGE, BAD_TOKEN, BAD_TRANSFER, STALLED, Refused
+from coordinator.stream import Context, Interrupted, Stream
 from protos.address import Address
-from protos.atoll_pb2 import GetRunRequest, JoinRequest, StateReceipt, StatusRequest
+from protos.atoll_pb2 import (
+    ChunksReceipt,
+    ChunksRequest,
+    GetRunRequest,
+    JoinRequest,
+    ResultsRequest,
+    StatusRequest,
+)
 from protos.grpc_options import SERVER_OPTIONS
-from protos.wire import BULK_SERVICE, CONTROL_SERVICE, SESSION_KEY, TOKEN_KEY
+from protos.wire import BULK_SERVICE, CONTROL_SERVICE, MAX_MESSAGE_BYTES, SESSION_KEY, TOKEN_KEY
 
 log = logging.getLogger(__name__)
 
-Context = Any  # grpc.aio.ServicerContext[bytes, bytes]; the stubs lack its read and write
 M = TypeVar("M", bound=Message)
 
 STOP_GRACE: Final = 2.0  # seconds for open calls to end by themselves
@@ -104,51 +111,6 @@ def _why_not(address: Address) -> str:
     return f"cannot listen on {address}; {advice}"
 
 
-class _Interrupted(Exception):
-    """A write was given up because the hub has closed the stream."""
-
-
-class _Stream:
-    """One call's messages: counts bytes, and can be interrupted while the peer does not read."""
-
-    def __init__(self, context: Context, hub: Hub, node: Node) -> None:
-        self._context = context
-        self._hub = hub
-        self._node = node
-        self._task = asyncio.current_task()
-        self._writing = False
-        self._interrupted = False
-
-    async def write(self, message: bytes) -> None:
-        """Send; raises :class:`_Interrupted` after :meth:`interrupt`."""
-        self._writing = True
-        try:
-            await self._context.write(message)
-        except asyncio.CancelledError:
-            if self._interrupted:
-                raise _Interrupted from None
-            raise
-        finally:
-            self._writing = False
-        self._hub.bytes_out += len(message)
-        self._node.bytes_out += len(message)
-
-    async def read(self) -> bytes | None:
-        """The next message, ``None`` at the end of the peer's side."""
-        message = await self._context.read()
-        if not isinstance(message, bytes):  # EOF
-            return None
-        self._hub.bytes_in += len(message)
-        self._node.bytes_in += len(message)
-        return message
-
-    def interrupt(self) -> None:
-        """End a write that the peer's flow control holds up."""
-        if self._writing and self._task is not None:
-            self._interrupted = True
-            self._task.cancel()
-
-
 class _Calls:
     """The handlers of both services."""
 
@@ -169,8 +131,9 @@ class _Calls:
         }
         bulk: dict[str, Any] = {
             "Exchange": bidi(self._guard(self._exchange)),
-            "PutState": grpc.stream_unary_rpc_method_handler(self._guard(self._put_state)),
-            "GetState": grpc.unary_stream_rpc_method_handler(self._guard(self._get_state)),
+            "PutChunks": grpc.stream_unary_rpc_method_handler(self._guard(self._put_chunks)),
+            "GetChunks": grpc.unary_stream_rpc_method_handler(self._guard(self._get_chunks)),
+            "GetResults": grpc.unary_stream_rpc_method_handler(self._guard(self._get_results)),
         }
         return (
             grpc.method_handlers_generic_handler(CONTROL_SERVICE, control),
@@ -218,6 +181,8 @@ class _Calls:
     def _parse(self, kind: type[M], data: bytes) -> M:
         self._hub.bytes_in += len(data)
         try:
+            if len(data) > MAX_MESSAGE_BYTES:
+                raise DecodeError(f"it has {len(data)} bytes")
             return kind.FromString(data)
         except DecodeError as error:
             self._hub.count(BAD_MESSAGE)
@@ -243,7 +208,7 @@ class _Calls:
     async def _session(self, requests: Any, context: Context) -> None:
         node = self._node(context)
         outbox = self._hub.open_session(node)
-        stream = _Stream(context, self._hub, node)
+        stream = Stream(context, self._hub, node)
         outbox.on_close = stream.interrupt
 
         async def listen() -> None:
@@ -255,7 +220,7 @@ class _Calls:
         try:
             while (order := await outbox.get()) is not None:
                 await stream.write(order.SerializeToString())
-        except _Interrupted:
+        except Interrupted:
             raise Refused("", f"the session has ended: {node.reason}", "ABORTED") from None
         finally:
             await _cancelled(listening)
@@ -266,7 +231,7 @@ class _Calls:
     async def _exchange(self, requests: Any, context: Context) -> None:
         node = self._node(context)
         exchange = self._hub.open_exchange(node)
-        stream = _Stream(context, self._hub, node)
+        stream = Stream(context, self._hub, node)
         exchange.on_close = stream.interrupt
         spent = asyncio.Event()  # nothing more has to be read
 
@@ -302,7 +267,7 @@ class _Calls:
                 await self._drained(exchange, spent)
             if refusal is not None:
                 raise refusal
-        except _Interrupted:
+        except Interrupted:
             raise exchange.refusal or Refused("", "the exchange has ended", "ABORTED") from None
         finally:
             exchange.broke()
@@ -326,43 +291,65 @@ class _Calls:
         finally:
             del self._draining[exchange]
 
-    async def _put_state(self, requests: Any, context: Context) -> bytes:
+    async def _put_chunks(self, requests: Any, context: Context) -> bytes:
         node = self._node(context)
-        stream = _Stream(context, self._hub, node)
+        stream = Stream(context, self._hub, node)
         message = await stream.read()
         if message is None:
-            raise Refused(BAD_TRANSFER, "the upload of a state ended before its header")
-        transfer = self._hub.upload(node, message)
+            raise Refused(BAD_TRANSFER, "the upload of chunks ended before its header")
         try:
-            while not await transfer.feed(message):
-                message = await stream.read()
-                if message is None:
-                    raise Refused(
-                        BAD_TRANSFER, f"the upload of the state ended after {transfer.relayed} bytes"
-                    )
+            upload = self._hub.upload(node, message)
+            upload.on_close = stream.interrupt
+            try:
+                while not await upload.feed(message):
+                    self._hub.moved(node)
+                    message = await stream.read(interruptible=True)
+                    if message is None:
+                        raise Refused(BAD_TRANSFER, f"the upload ended after {upload.count} whole chunks")
+            except Interrupted:
+                raise upload.refusal or Refused("", "the upload has ended", "ABORTED") from None
+            finally:
+                upload.broke("the stream ended")
         except Refused as refused:
             self._hub.count(refused.kind)
-            transfer.fail(refused.text)
             raise
-        except BaseException:
-            transfer.fail(f"the upload of {node.node} broke off after {transfer.relayed} bytes")
-            raise
-        return self._reply(StateReceipt(nbytes=transfer.relayed))
+        return self._reply(ChunksReceipt(count=upload.count))
 
-    async def _get_state(self, request: bytes, context: Context) -> None:
+    async def _get_chunks(self, request: bytes, context: Context) -> None:
         node = self._node(context)
-        self._hub.bytes_in += len(request)
-        lane = self._hub.download(node, request)
-        stream = _Stream(context, self._hub, node)
-        lane.on_close = stream.interrupt
+        await self._send(node, context, self._hub.chunks, self._parse(ChunksRequest, request))
+
+    async def _get_results(self, request: bytes, context: Context) -> None:
+        node = self._node(context)
+        await self._send(node, context, self._hub.results, self._parse(ResultsRequest, request))
+
+    async def _send(
+        self,
+        node: Node,
+        context: Context,
+        answer: Callable[[Node, M], AsyncGenerator[bytes, None]],
+        request: M,
+    ) -> None:
+        """Send what answers a request, at the pace that the rounds leave; as long as it is read."""
+        stream = Stream(context, self._hub, node)
+        flow = self._hub.pacer.flow()
+        stall = self._hub.plan.stall
         try:
-            while (message := await lane.get()) is not None:
-                await stream.write(message)
-        except _Interrupted:
-            raise lane.error or Refused("", "the transfer has ended", "ABORTED") from None
-        finally:
-            if not lane.finished:
-                self._hub.download_broke(node, lane)
+            async with contextlib.aclosing(answer(node, request)) as frames:
+                async for frame in frames:
+                    while pause := flow.pause(len(frame)):
+                        await asyncio.sleep(pause)
+                    if node.state == "left":
+                        raise Refused("", f"the session has ended: {node.reason}", "ABORTED")
+                    try:
+                        await asyncio.wait_for(stream.write(frame), stall)
+                    except asyncio.TimeoutError:
+                        text = f"{node.node} has not read for {stall:g} s"
+                        raise Refused(STALLED, text, "DEADLINE_EXCEEDED") from None
+                    self._hub.moved(node)
+        except Refused as refused:
+            self._hub.count(refused.kind)
+            raise
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

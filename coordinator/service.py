@@ -7,13 +7,20 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from coordinator.chunk_store import ChunkStore, FileChunkStore
+from coordinator.events import Listener, ignore
 from coordinator.hub import Hub
+from coordinator.journal import Journal
 from coordinator.metrics import Metrics, MetricsServer
 from coordinator.plan import RunPlan
 from coordinator.pool import ThreadPool
@@ -30,17 +37,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Post = Callable[..., object]  # calls a function, with its arguments, on the event loop
+
 STOP_SECONDS: Final = 5.0  # for nodes to leave after they were told to
 _POLL_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``phase`` (``"done"`` or ``"failed"``), the reason in words, rounds committed."""
+    """How a coordinator ended: ``phase`` (``"done"``, ``"failed"`` or ``"suspended"``), the reason in words,
+    rounds committed."""
 
     phase: str
     reason: str
     round: int
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What outlasts a coordinator, and who is told what it does."""
+
+    journal: Callable[[Post], Journal] | None
+    chunks: ChunkStore
+    on_event: Listener
 
 
 @dataclass(frozen=True)
@@ -63,11 +82,16 @@ def run_coordinator(
     stay: bool = False,
     nodes: int | None = None,
     dtype: str = "float32",
+    journal: Callable[[Post], Journal] | None = None,
+    snapshots: Path | None = None,
+    snapshot_every: int = 0,
+    on_event: Listener = ignore,
 ) -> Outcome:
     """Coordinate a run until it has ended and every node has left; blocks.
 
-    SIGINT, SIGTERM and ``stop_event`` end it early: nodes are told why, then the port closes. With ``stay``
-    it goes on answering status requests after the end, until it is stopped.
+    SIGINT and ``stop_event`` end it early: nodes are told why, then the port closes. SIGTERM, where there is a
+    journal, only suspends it: nodes are told nothing and hold, and the next coordinator with the journal goes
+    on. With ``stay`` it goes on answering status requests after the end, until it is stopped.
 
     Args:
         run_file: the run.
@@ -81,14 +105,26 @@ def run_coordinator(
         nodes: how many to wait for before the first round; ``None``: as the run file says. A run that goes on
             with fewer nodes than it had still is the same run.
         dtype: of the shared parameters.
+        journal: opens the journal, given how to call back on the event loop; ``None``: nothing is remembered
+            beyond this call.
+        snapshots: folder of the snapshots; a temporary one if there is none.
+        snapshot_every: rounds between two snapshots; 0: as the results since the last one ask.
+        on_event: is told what happens.
 
     Raises:
         ListenError, MetricsError: an address cannot be used.
     """
     keep_freed_memory()
-    plan = RunPlan.of(run_file, nodes=nodes, dtype=dtype)
+    plan = RunPlan.of(run_file, nodes=nodes, dtype=dtype, snapshot_every=snapshot_every)
     where = listen or run_file.coordinator.address
-    main = _coordinate(plan, tables, token, where, metrics_listen, on_started, stop_event, stay)
+    with ExitStack() as stack:
+        folder = snapshots or Path(stack.enter_context(TemporaryDirectory(prefix="atoll-")))
+        keeping = Keeping(journal, FileChunkStore(folder), on_event)
+        main = _coordinate(plan, tables, token, where, metrics_listen, on_started, stop_event, stay, keeping)
+        return _run(main)
+
+
+def _run(main: Coroutine[Any, Any, Outcome]) -> Outcome:
     try:
         import uvloop
     except ImportError:  # not on every platform; the standard loop does the same, a little slower
@@ -105,6 +141,7 @@ async def _coordinate(
     on_started: Callable[[Started], None] | None,
     stop_event: threading.Event | None,
     stay: bool,
+    keeping: Keeping,
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[str] = loop.create_future()
@@ -113,8 +150,20 @@ async def _coordinate(
         if not stopping.done():
             stopping.set_result(reason)
 
-    pool = ThreadPool(loop)
-    hub = Hub(plan, tables, timer=LoopTimer(loop), pool=pool, tally=tally)
+    pool, file_pool = ThreadPool(loop), ThreadPool(loop)
+    journal = keeping.journal(loop.call_soon_threadsafe) if keeping.journal is not None else None
+    hub = Hub(
+        plan,
+        tables,
+        timer=LoopTimer(loop),
+        pool=pool,
+        tally=tally,
+        journal=journal,
+        chunks=keeping.chunks,
+        file_pool=file_pool,
+        wall=time.time,
+        tell=keeping.on_event,
+    )
     metrics: MetricsServer | None = None
     try:
         pool.submit(_warm_up, lambda frames, error: None)
@@ -125,7 +174,7 @@ async def _coordinate(
             with _signals(loop, stop):
                 if on_started is not None:
                     on_started(Started(server.address, metrics.address if metrics is not None else None))
-                await _until_over(hub, stopping, stop_event, stay)
+                await _until_over(hub, stopping, stop_event, stay, lasting=journal is not None)
         finally:
             await server.stop()
     finally:
@@ -133,12 +182,20 @@ async def _coordinate(
             await loop.run_in_executor(None, metrics.close)
         hub.close()
         pool.close()
+        file_pool.close()
+        if journal is not None:
+            await loop.run_in_executor(None, journal.close)
         await loop.shutdown_default_executor()
     return Outcome(hub.run.phase, hub.run.reason, hub.run.round)
 
 
 async def _until_over(
-    hub: Hub, stopping: asyncio.Future[str], stop_event: threading.Event | None, stay: bool
+    hub: Hub,
+    stopping: asyncio.Future[str],
+    stop_event: threading.Event | None,
+    stay: bool,
+    *,
+    lasting: bool,
 ) -> None:
     """Wait for the end of the run and of its nodes, or for a reason to stop."""
     finished = asyncio.ensure_future(hub.run.finished.wait())
@@ -150,6 +207,8 @@ async def _until_over(
             reason = stopping.result() if stopping.done() else "it was asked to stop"
             if hub.run.phase not in ENDED:
                 log.info("stopping: %s", reason)
+            if lasting and reason == signal.SIGTERM.name:
+                hub.suspend(f"the coordinator was suspended ({reason})")
             hub.stop(f"the coordinator was stopped ({reason})")
             await asyncio.wait({finished}, timeout=STOP_SECONDS)
     finally:

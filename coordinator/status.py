@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 def reason_of(run: Run) -> str:
     """Why the run is in its phase, in words."""
-    if run.phase == "syncing" and run.syncing is not None:
-        return run.syncing.reason
     if run.phase == "training" and run.active is not None:
         return f"round {run.round + 1}: {run.active.waiting()}"
     return run.reason

@@ -1,4 +1,4 @@
-"""Dropping what makes no progress: silent nodes, results that are not read, transfers that stand still."""
+"""Dropping what makes no progress: silent nodes, results that are not read, snapshots that stand still."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def sweep(run: Run) -> None:
                 run.count(STALLED)
                 text = f"{node.node} has not read its result for {stall:g} s"
                 exchange.close(Refused("", text, "DEADLINE_EXCEEDED"))
-    if run.syncing is not None:
-        stuck = run.syncing.sweep()
-        for _ in range(stuck):
-            run.count(STALLED)
+    run.snapshots.sweep()
+    for _ in range(run.newcomers.sweep()):
+        run.count(STALLED)
 
 
 def _stalled(exchange: Exchange, since: float) -> bool:

@@ -17,7 +17,8 @@ from deploy.costs import Costs
 from deploy.memory import RankBytes, StateBytes
 from deploy.ring import Traffic
 from deploy.table import facts
-from protos.units import format_bytes
+from protos.units import format_bytes, format_duration
+from protos.waits import waits
 
 if TYPE_CHECKING:
     from protos.runfile import RunFile
@@ -96,6 +97,13 @@ def bytes_view(runfile: RunFile, costs: Costs) -> RenderableType:
             format_bytes(kind.bytes_down),
         )
     return Group(facts(rows, title="a round"), "", shares)
+
+
+def waits_line(runfile: RunFile) -> str:
+    """Every wait of a run in one line, with the key that sets it."""
+    known = waits(runfile.round.deadline, runfile.round.start_timeout)
+    each = (f"{wait.name} {format_duration(wait.seconds)}{wait.key and f' ({wait.key})'}" for wait in known)
+    return f"waits: {'; '.join(each)}"
 
 
 def _steps(count: int) -> str:
@@ -189,6 +197,9 @@ def as_json(runfile: RunFile, settings: Iterable[Setting], costs: Costs, advice:
                 }
                 for kind in costs.kinds
             ],
+        },
+        "waits": {
+            wait.name: wait.seconds for wait in waits(runfile.round.deadline, runfile.round.start_timeout)
         },
         "state": {
             "device_bytes": costs.state.device,

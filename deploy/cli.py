@@ -19,6 +19,8 @@ from deploy.cli_island import island_app
 from deploy.cli_node import address, join, train
 from deploy.cli_plan import plan
 from deploy.cli_run import run_app
+from deploy.doctor_command import EXAMPLES as DOCTOR
+from deploy.doctor_command import doctor
 from deploy.errors import INTERRUPTED, message
 from deploy.export_command import EXAMPLES, export
 from deploy.options import (
@@ -29,6 +31,8 @@ from deploy.options import (
     Sets,
 )
 from deploy.processes import follow_parent
+from deploy.replay_command import EXAMPLE as REPLAY
+from deploy.replay_command import replay
 from deploy.terminal import console as _console
 from deploy.timeline_command import EXAMPLE as TIMELINE
 from deploy.timeline_command import timeline
@@ -248,6 +252,8 @@ app.command(
 
 app.command("export", epilog=EXAMPLES)(export)
 app.command("timeline", epilog=TIMELINE)(timeline)
+app.command("replay", epilog=REPLAY)(replay)
+app.command("doctor", epilog=DOCTOR)(doctor)
 
 
 @app.command("status", epilog="Example: atoll status atoll://TOKEN@gpu1.example.org:4600 --watch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -82,7 +83,7 @@ def join(
         precision=chosen,
         metrics=address(metrics),
     )
-    with _told(events, quiet) as tell:
+    with _told(events, quiet, name) as tell:
         try:
             summary = join_run(where, options, tell)
         except KeyboardInterrupt:
@@ -155,17 +156,18 @@ def _spread(nproc: int) -> None:
 
 
 @contextmanager
-def _told(log: Path | None, quiet: bool) -> Iterator[Listener]:
+def _told(log: Path | None, quiet: bool, name: str = "") -> Iterator[Listener]:
     """A listener for the terminal and, if wanted, a file; SIGTERM unwinds within."""
+    from deploy.event_log import EventLog
     from deploy.processes import unwinding_signals
-    from deploy.progress import EventLog, Progress, all_of
+    from deploy.progress import Progress, all_of
 
     with ExitStack() as stack:
         listeners: list[Listener] = []
         if leads():
             listeners.append(stack.enter_context(Progress(console(), quiet=quiet)))
         if log is not None and leads():
-            listeners.append(stack.enter_context(EventLog(log)))
+            listeners.append(stack.enter_context(EventLog(log, name or socket.gethostname())))
         stack.enter_context(unwinding_signals())
         yield all_of(listeners)
 

@@ -90,6 +90,7 @@ def run_check(
     out.print(check.bytes_view(runfile, costs))
     if island is not None:
         out.print("", check.ranks_view(island), sep="\n")
+    out.print(check.waits_line(runfile), markup=False, highlight=False, soft_wrap=True)
     for sentence in sentences:
         out.print(f"note: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out.print(f"{file} is fine; digest {runfile.digest}", markup=False, highlight=False, soft_wrap=True)

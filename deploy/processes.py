@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Protocol
 
 PARENT_KEY = "ATOLL_PARENT_PID"  # in the environment of a child: the process it must not outlive
 
@@ -43,12 +44,29 @@ class Grace:
     kill: float = 5.0
 
 
+class Process(Protocol):
+    """What is asked of a started process; :class:`subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also its group's."""
+        ...
+
+    def poll(self) -> int | None:
+        """Exit code (minus the signal that killed it), ``None`` while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended; raises :class:`subprocess.TimeoutExpired`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Child:
     """A started process, its name for people, and the file that holds its stdout and stderr."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     @property

@@ -1,22 +1,17 @@
-"""How a node tells about its work: sentences, one moving line on a terminal, and JSON lines in a file."""
+"""How a node tells about its work: sentences, and one moving line on a terminal."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from deploy.errors import UserError
 from deploy.table import number, percent, ways
 from node import events
 from protos.units import format_bytes, format_duration
@@ -149,53 +144,6 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-
-
-class EventLog:
-    """A listener that writes each event as one JSON object: ``{"event": "RoundDone", "round": 0, …}``.
-
-    NaN and infinities become ``null``. Safe to call from any thread; a context manager that closes the file.
-
-    Raises:
-        UserError: the file cannot be opened for writing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"events cannot be written to {path}: {error.strerror or error}") from error
-
-    def __call__(self, event: events.Event) -> None:
-        values = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
-        line = json.dumps({"event": type(event).__name__, **values}, allow_nan=False)
-        with self._lock:
-            if not self._file.closed:  # a notice of the network thread may come after the end
-                self._file.write(line + "\n")
-                self._file.flush()
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._lock:
-            self._file.close()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value
 
 
 def all_of(listeners: Sequence[events.Listener]) -> events.Listener:

@@ -49,7 +49,9 @@ def run_ranks(ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    command = ["--standalone", f"--nproc-per-node={ranks}", "-m", "atoll", *arguments]
+    # The agent keeps logs and errors of its ranks in temporary folders, unless there is no place for them.
+    command = ["--standalone", f"--nproc-per-node={ranks}", "--log-dir", os.devnull]
+    command += ["-m", "atoll", *arguments]
     try:
         agent: Any = torchrun
         agent.run(agent.parse_args(command))

@@ -16,7 +16,7 @@ from protos.units import format_bytes, format_duration
 
 MISSING = "–"
 _PHASE_STYLES = {"training": "green", "done": "bold green", "failed": "bold red"}
-_STATE_STYLES = {"active": "green", "lagging": "yellow"}
+STATE_STYLES = {"active": "green", "lagging": "yellow"}
 _DIGEST_SHOWN = 12
 _UNLIMITED = 10_000  # columns; more than any table has
 
@@ -166,7 +166,7 @@ def _node_cells(node: pb.NodeStatus) -> dict[str, RenderableType]:
         "node": Text(node.node),
         "name": Text(node.name),
         "ranks": str(max(1, node.ranks)),
-        "state": Text(node.state, style=_STATE_STYLES.get(node.state, "yellow")),
+        "state": Text(node.state, style=STATE_STYLES.get(node.state, "yellow")),
         "address": Text(peer(node.address)),
         "round": str(trained(node) or MISSING),
         "loss": number(node.loss),

@@ -5,14 +5,14 @@ Drawn on matplotlib's Agg canvas directly: no display, no global pyplot state.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from deploy.errors import UserError
+from deploy.event_log import read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,44 +86,28 @@ class Panel:
 
 
 def read(path: Path) -> NodeLog:
-    """Read what ``--events`` of a node wrote; the end of a line that is still being written is left out.
+    """Read what ``--events`` of a node wrote; a line that was never finished is left out. Where the node was
+    started again, it goes on with the round from which it did.
 
     Raises:
         UserError: it is no log of events, or holds no timeline.
         OSError: it cannot be read.
     """
-    name, rounds = path.stem, []
-    for event in _events(path):
-        if event["event"] == "Joined":
-            name = str(event.get("node") or name)
-        elif event["event"] == "RoundDone":
-            rounds.append(_round(path, event))
+    name, rounds = path.stem, dict[int, Round]()
+    for line in read_lines(path):
+        if line.kind == "Joined":
+            name = str(line.values.get("node") or name)
+        elif line.kind == "Started" and isinstance(first := line.values.get("round"), int):
+            rounds = {number: done for number, done in rounds.items() if number < first}
+        elif line.kind == "RoundDone":
+            done = _round(path, line.values)
+            rounds[done.number] = done
     if not rounds:
         raise UserError(f"{path} holds no finished round: a timeline needs at least one")
-    return NodeLog(name, tuple(rounds))
+    return NodeLog(name, tuple(rounds.values()))
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except UnicodeDecodeError:
-        lines = ["\0"]
-    for number, line in enumerate(lines, 1):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            if number == len(lines) > 1 and not line.endswith("\n"):
-                return
-            event = None
-        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-            raise UserError(
-                f"{path} is no log of events: line {number} is not an event as a JSON object; give a file "
-                "that 'atoll join --events FILE' or 'atoll train --events FILE' wrote"
-            )
-        yield event
-
-
-def _round(path: Path, event: dict[str, Any]) -> Round:
+def _round(path: Path, event: Mapping[str, Any]) -> Round:
     try:
         number, began = int(event["round"]), float(event["began"])
         spans = tuple((str(name), float(begin), float(end)) for name, begin, end in event["spans"])

@@ -102,15 +102,25 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class RoundMissed:
-    """A round was decided without this node and its result has not been applied; a state will be loaded."""
+    """What this node had computed for a round is lost; the coordinator orders what follows."""
 
     round: int
     reason: str
 
 
 @dataclass(frozen=True)
+class Replayed:
+    """Rounds that had been committed without this node were applied from their results."""
+
+    first: int
+    count: int
+    nbytes: int  # of the results
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StateLoaded:
-    """The shared state before ``round`` came from another node."""
+    """The shared state before ``round`` came from a snapshot."""
 
     round: int
     nbytes: int
@@ -120,7 +130,8 @@ class StateLoaded:
 
 @dataclass(frozen=True)
 class StateSent:
-    """The shared state before ``round`` went to nodes that are joining."""
+    """This node's part of a snapshot of the shared state before ``round`` has been uploaded. May come from
+    the network thread."""
 
     round: int
     nbytes: int
@@ -129,7 +140,8 @@ class StateSent:
 
 @dataclass(frozen=True)
 class TransferFailed:
-    """A transfer of shared state broke off; the coordinator decides what follows."""
+    """A transfer of shared state, or of results to catch up with, broke off; the coordinator decides what
+    follows. May come from the network thread."""
 
     round: int
     reason: str
@@ -189,6 +201,7 @@ Event: TypeAlias = (
     | MicroStep
     | RoundDone
     | RoundMissed
+    | Replayed
     | StateLoaded
     | StateSent
     | TransferFailed

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from node.exchange.base import ExchangeError, RoundResult
-from node.exchange.trouble import RoundLost
+from node.exchange.trouble import RoundLost, TransferError
 from node.ranks import Ranks
 from protos.digests import combine
 
@@ -47,7 +47,7 @@ class LaneEnd:
     @classmethod
     def of(cls, outcome: RoundResult | ExchangeError) -> LaneEnd:
         """From what the lane returned or raised."""
-        if isinstance(outcome, RoundLost):
+        if isinstance(outcome, (RoundLost, TransferError)):
             return cls(lost=str(outcome) or "lost")
         if isinstance(outcome, ExchangeError):
             return cls(failed=str(outcome) or type(outcome).__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["SAVE_EVERY", "LaunchError", "Options", "choose_device", "join", "train"]
 
 SAVE_EVERY: Final = 50  # rounds, in a run that measures no validation loss before its end
+TERMINATED: Final = "terminated by SIGTERM"
 _MAX_NAME: Final = 128
 _TOGETHER_SECONDS: Final = 600.0  # for the ranks of a node that trains alone
 _OUTLAST_SECONDS: Final = 10.0
@@ -227,12 +228,13 @@ def _work(
         watch=setting.watch_gradients,
     )
     alone = ranks.size == 1  # several save together or not at all
+    signals = _PoliteSignals(worker, ranks)
     try:
-        with _polite_interrupts(worker, ranks):
+        with signals:
             summary = worker.run()
     except (KeyboardInterrupt, SystemExit) as signalled:
-        farewell.reason = INTERRUPTED if isinstance(signalled, KeyboardInterrupt) else "terminated"
-        if alone:
+        farewell.reason = _reason(signalled)
+        if alone and not worker.interrupted:  # else it is asked for the second time: at once
             worker.save()
         raise
     except BaseException as error:
@@ -243,6 +245,8 @@ def _work(
             _outlast(ranks)
         raise
     farewell.reason = summary.reason
+    if signals.first is not None:
+        raise signals.first
     if worker.interrupted:
         raise KeyboardInterrupt
     return summary
@@ -262,36 +266,47 @@ def _outlast(ranks: Ranks) -> None:
     thread.join(_OUTLAST_SECONDS)
 
 
-@contextmanager
-def _polite_interrupts(worker: Worker, ranks: Ranks) -> Iterator[None]:
-    """The first Ctrl-C ends a wait at once and a computation after its round; the second ends anything.
+class _PoliteSignals:
+    """The first Ctrl-C, or SIGTERM, ends a wait at once, and a computation after its micro-step; the second
+    ends anything.
 
-    Of several ranks the leader takes SIGTERM in the same way, as they leave and save together or not at all;
-    the others wait for what it decides. torchrun also sends it when one of them has failed: the leader then
-    learns of that where it needs that rank.
+    Of several ranks the leader takes them, and a computation ends after its round, as they leave and save
+    together or not at all; the others wait for what it decides. torchrun also sends SIGTERM when one of them
+    has failed: the leader then learns of that where it needs that rank.
+
+    Attributes:
+        first: what is to be raised once the worker has come to its end.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:
-        yield  # whoever starts us has an arrangement of its own
-        return
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if worker.waiting or worker.interrupted:
-            raise KeyboardInterrupt
-        worker.interrupt()
+    def __init__(self, worker: Worker, ranks: Ranks) -> None:
+        self.first: BaseException | None = None
+        self._worker, self._ranks = worker, ranks
+        self._before: dict[int, Any] = {}
 
-    numbers = [signal.SIGINT] if ranks.size == 1 else [signal.SIGINT, signal.SIGTERM]
-    before = {
-        number: signal.signal(number, signal.SIG_IGN if ranks.rank else interrupt) for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return  # whoever starts us has an arrangement of its own
+        handler = signal.SIG_IGN if self._ranks.rank else self._signalled
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, handler)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        terminated = number == signal.SIGTERM and self._ranks.size == 1
+        raised = SystemExit(128 + number) if terminated else KeyboardInterrupt()
+        if self._worker.waiting or self._worker.interrupted:
+            raise raised
+        self.first = raised
+        self._worker.interrupt(_reason(raised))
+
+
+def _reason(signalled: BaseException) -> str:
+    return INTERRUPTED if isinstance(signalled, KeyboardInterrupt) else TERMINATED
 
 
 def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[NodeMetrics | None, Listener]:
@@ -350,4 +365,5 @@ def _claim(setting: Setting, options: Options, ranks: Ranks) -> Claim:
         ranks=ranks.size,
         batch=options.batch,
         samples=setting.samples,
+        state_bytes=setting.state.nbytes,
     )

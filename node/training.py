@@ -26,6 +26,11 @@ from node.exchange.filling import Filling
 from node.ranks import Alone, Ranks
 from optim.round_optimizer import RoundOptimizer
 
+
+class BrokenOff(Exception):
+    """A micro-step has come to its end, and there is to be no other."""
+
+
 Send = Callable[[torch.Tensor, Filling], None]
 Arrived = Callable[[torch.Tensor], None]
 
@@ -105,6 +110,8 @@ class Training:
         ranks: of the node.
         accumulate: passes in which a rank reads its part of a batch.
         watch_gradients: see the function of that name; needed for :meth:`begin` with ``send``.
+        stop_asked: looked at after every micro-step: whether :class:`BrokenOff` is to end the round there.
+            The same on all ranks.
 
     Attributes:
         ahead: gradients that the optimizer's state has taken in, and whose round is not applied.
@@ -125,7 +132,9 @@ class Training:
         ranks: Ranks | None = None,
         accumulate: int = 1,
         watch_gradients: Callable[[RoundOptimizer, Arrived], None] = watch_gradients,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._stop_asked = stop_asked
         self.ahead = 0
         self._ranks = ranks or Alone()
         self._accumulate = accumulate
@@ -153,6 +162,9 @@ class Training:
             order: of the round.
             send: given, it is called before the last of these steps, with the contribution and how far that
                 has been written; not where nothing is computed before it is written.
+
+        Raises:
+            BrokenOff: see ``stop_asked``.
         """
         if order.result_ready:
             return Work(order.round, reason="catching up")
@@ -199,7 +211,11 @@ class Training:
         self._aside += self._clocks.cpu() - mark
 
     def finish(self, work: Work) -> None:
-        """Make the micro-steps that are left, while the contribution is on its way."""
+        """Make the micro-steps that are left, while the contribution is on its way.
+
+        Raises:
+            BrokenOff: see ``stop_asked``.
+        """
         while work.unfinished:
             self._micro_step(work)
         if 0 < work.skipped < work.done:
@@ -238,6 +254,8 @@ class Training:
             self.ahead += steps > 1  # where there is one step, only the proposal takes its gradient in
         else:
             work.skipped += 1
+        if self._stop_asked():
+            raise BrokenOff
         if steps > 1:
             self._tell_progress(work, value)
         return value

@@ -8,30 +8,17 @@ and all ranks carry them out together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Final
 
 import torch
 
-from node import checkpoint
 from node.account import Account
 from node.checkpoint import Saving
 from node.clocks import Clocks, Stopwatch
 from node.evaluation import Data, Evaluator, Model, Validation
-from node.events import (
-    Abstained,
-    Evaluated,
-    Listener,
-    Notice,
-    RoundMissed,
-    Saved,
-    StateLoaded,
-    StateSent,
-    Stopped,
-    Summary,
-    TransferFailed,
-)
+from node.events import Abstained, Evaluated, Listener, RoundMissed, Stopped, Summary
 from node.exchange.base import (
     DonateOrder,
     Exchange,
@@ -39,6 +26,7 @@ from node.exchange.base import (
     Lane,
     LoadOrder,
     Order,
+    ReplayOrder,
     RoundOrder,
     RoundResult,
     StopOrder,
@@ -46,13 +34,11 @@ from node.exchange.base import (
 )
 from node.exchange.filling import Filling
 from node.exchange.in_flight import InFlight
-from node.exchange.trouble import RoundLost, TransferError
-from node.handover import Handover
+from node.exchange.trouble import RoundLost
+from node.held_state import HeldState, Results
 from node.joint import Figures, gathered, settled, together
 from node.ranks import Alone, Ranks
-from node.state import SharedState
-from node.training import Training, Work, watch_gradients
-from node.whole_state import WholeState
+from node.training import BrokenOff, Training, Work, watch_gradients
 from optim.round_optimizer import RoundOptimizer
 from optim.schedules import factor, set_learning_rates
 from protos.runfile import RunFile
@@ -104,14 +90,11 @@ class Worker:
         watch: Watch = watch_gradients,
         samples: int = 0,
     ) -> None:
-        self.state = SharedState(optimizer.shared_tensors())
-        self.round = round_index
         self.waiting = False  # for others: nothing is lost if the wait is interrupted
         self.interrupted = False  # by interrupt(): the loop ends after the present round
-        self._consistent = True  # the shared state is that before self.round, not half of a result
-        self._whole = True  # the shared state was not left half loaded
+        self._why = INTERRUPTED
+        self._missed = -1  # the last round whose work was lost
         self._lost: ExchangeError | None = None  # why this leader has no more orders
-        self._saved = -1  # the round of the last checkpoint of this state
         self._runfile = runfile
         self._optimizer = optimizer
         self._ranks = ranks or Alone()
@@ -119,14 +102,22 @@ class Worker:
         assert given is not None and (exchange is not None or self._ranks.rank), "the leader has an exchange"
         self._exchange, self._lane = exchange, given
         self._on_event = on_event
-        self._saving = saving
         self._overlap = overlap
         place = torch.device(device)
         self._clocks = clocks or Clocks.of(place)
         self._watch = Stopwatch(self._clocks.wall)
         optimizer.agree = self._ranks.agree
-        self._all = WholeState(self.state, self._ranks)
-        self._handover = Handover(self._all, self._ranks, exchange)
+        self._held = HeldState(
+            runfile,
+            optimizer,
+            self._ranks,
+            exchange,
+            round_index=round_index,
+            samples=samples,
+            saving=saving,
+            clock=self._clocks.wall,
+            on_event=lambda event: self._on_event(event),
+        )
         self._training = Training(
             model,
             data,
@@ -140,12 +131,16 @@ class Worker:
             ranks=self._ranks,
             accumulate=accumulate,
             watch_gradients=watch,
+            stop_asked=self._alone_and_interrupted,
         )
         self._evaluator = Evaluator(model, data, runfile.run.validation_windows, place, self._ranks)
-        self._digest = ""
         self._account = Account(runfile.run.rounds)
-        self._busy_mark = self._load_began = 0.0
-        self._samples = samples
+        self._busy_mark = 0.0
+
+    @property
+    def round(self) -> int:
+        """The next to be trained."""
+        return self._held.round
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -158,21 +153,23 @@ class Worker:
         """
         started = self._clocks.wall()
         self._busy_mark = self._clocks.cpu()
-        stop = self._follow()
+        with closing(self._held):
+            stop = self._follow()
         if stop.evaluate and self.round > 0:
             self._last_evaluation()
         self.save()
         lanes = gathered(self._ranks, "the bytes of all lanes", self._lane.bytes_counted())
-        digest = self._present_digest()
+        digest = self._held.digest()
         if self._lost is not None:
             raise self._lost
         self._on_event(Stopped(stop.done, stop.reason))
         seconds = self._clocks.wall() - started
         return self._account.summary(stop, self.round, digest, lanes, seconds)
 
-    def interrupt(self) -> None:
-        """Ask the loop to end after the present round; callable from signal handlers, on the leader."""
-        self.interrupted = True
+    def interrupt(self, reason: str = INTERRUPTED) -> None:
+        """Ask the loop to end after the present micro-step or, with several ranks, the present round;
+        callable from signal handlers, on the leader."""
+        self._why, self.interrupted = reason, True
 
     def save(self) -> None:
         """Write a checkpoint, if there is a place for it and the shared state is that between two rounds.
@@ -182,45 +179,26 @@ class Worker:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._saving is None or self._saved == self.round:
-            return
-        if not self._ranks.agree(self._consistent and self._whole):
-            self._on_event(Notice(f"nothing is saved: the state of round {self.round} is incomplete"))
-            return
-        if ahead := self._training.ahead:
-            gradients = "one gradient" if ahead == 1 else f"{ahead} gradients"
-            self._on_event(
-                Notice(
-                    f"the stop came within round {self.round + 1}: the saved momenta are {gradients} ahead"
-                )
-            )
-        path = checkpoint.save(
-            self._saving.folder,
-            round_index=self.round,
-            run_name=self._runfile.run.name,
-            run_toml=self._runfile.to_toml(),
-            run_digest=self._runfile.digest,
-            shared=self.state.tensors,
-            shared_digest=self._present_digest(),
-            local=self._optimizer.local_tensors(),
-            reducer=None if self._exchange is None else self._exchange.reducer_tensors(),
-            samples=self._samples,
-            ranks=self._ranks,
-        )
-        self._saved = self.round
-        self._on_event(Saved(self.round, path))
+        self._held.save(self._training.ahead)
 
     def _follow(self) -> StopOrder:
         while True:
             order = self._ranks.share(None if self._ranks.rank else self._next_order())
-            if isinstance(order, RoundOrder):
-                self._round(order)
-            elif isinstance(order, DonateOrder):
-                self._donate(order)
-            elif isinstance(order, LoadOrder):
-                self._load(order)
-            else:
+            if isinstance(order, StopOrder):
                 return order
+            with suppress(BrokenOff):  # the interrupt is the next order
+                self._carry_out(order)
+
+    def _carry_out(self, order: RoundOrder | DonateOrder | LoadOrder | ReplayOrder) -> None:
+        if isinstance(order, RoundOrder):
+            self._round(order)
+        elif isinstance(order, DonateOrder):
+            with self._interruptible_alone():
+                self._held.donate(order)
+        elif isinstance(order, LoadOrder):
+            self._held.load(order)
+        else:
+            self._held.replay(order, self._lane.replay, self._next_of, self._apply)
 
     def _next_order(self) -> Order:
         """The leader's next order; of an interrupt, and of the loss of the run, the other ranks learn by a
@@ -231,8 +209,7 @@ class Worker:
                 with self._interruptible():
                     order = self._exchange.next_order()
                     if isinstance(order, LoadOrder):
-                        self._whole, self._load_began = False, self._clocks.wall()
-                        self._handover.download(order)
+                        self._held.download(order)
                     return order
             except KeyboardInterrupt:
                 if self._ranks.size == 1:
@@ -243,7 +220,7 @@ class Worker:
                     raise
                 self._lost = error
                 return StopOrder(done=False, reason=str(error), evaluate=False)
-        return StopOrder(done=False, reason=INTERRUPTED, evaluate=False)
+        return StopOrder(done=False, reason=self._why, evaluate=False)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -253,54 +230,54 @@ class Worker:
         finally:
             self.waiting = False
 
-    def _present_digest(self) -> str:
-        return self._digest or self._all.digest()
+    def _alone_and_interrupted(self) -> bool:
+        return self.interrupted and self._ranks.size == 1
+
+    def _interruptible_alone(self) -> AbstractContextManager[None]:
+        """Where ranks wait for each other, the leader must not leave in between."""
+        return self._interruptible() if self._ranks.size == 1 else nullcontext()
 
     # ------------------------------------------------------------------------------- one round
 
     def _round(self, order: RoundOrder) -> None:
         if order.round < self.round:
             return  # offered again after a reconnect, and applied already
-        if order.round > self.round or not self._whole:
-            held = f"that after round {self.round}" if self._whole else "incomplete after a broken transfer"
+        if order.round > self.round:
             raise ExchangeError(
-                f"the coordinator opened round {order.round + 1}, but this node's state is {held}: start the "
-                "node again, it will load the present state"
+                f"the coordinator opened round {order.round + 1}, but this node's state is that after round "
+                f"{self.round}: start the node again, it will catch up"
             )
+        if order.round == self._missed and not order.result_ready:
+            self._optimizer.loaded()  # other samples: what the former ones have moved does not stay
         self._watch.restart()
-        self._samples = max(self._samples, order.frontier)
+        self._held.leased(order.frontier)
         flights: list[InFlight[RoundResult]] = []
 
         def send(payload: torch.Tensor, filling: Filling) -> None:
             flights.append(self._fly(order, payload, "", filling))
 
-        work = self._training.begin(order, send if self._overlap else None)
-        if work.reason and not order.result_ready:
-            self._account.abstained += 1
-            self._on_event(Abstained(order.round, work.reason))
         try:
+            work = self._training.begin(order, send if self._overlap else None)
+            if work.reason and not order.result_ready:
+                self._account.abstained += 1
+                self._on_event(Abstained(order.round, work.reason))
             result = self._reduce(order, work, flights)
         except RoundLost as lost:
+            self._missed = order.round
             self._on_event(RoundMissed(order.round, str(lost)))
             return
-        self._set_rate(order.round)
-        self._consistent = False
-        with self._watch.phase("apply"):
-            self._optimizer.apply(order.round, result.payload, counted=result.counted)
-        self.round = order.round + 1
-        self._consistent, self._training.ahead = True, 0
+        self._apply(result)
         with self._watch.phase("digest"):
-            digests = self.state.digests()
+            digests = self._held.tensors.digests()
         up, down = self._lane.bytes_counted()
         mine = Figures(digests, work.loss, work.tokens, work.compute, self._take_busy(), up, down)
         figures = together(self._ranks, order.round, mine)
-        self._digest = figures.digest
+        self._held.know_digest(figures.digest)
         measured = self._evaluate() if order.evaluate else None
         report, done = self._account.round(work, figures, result, self._watch, measured)
         self._report(report)
         self._on_event(done)
-        if self._saving is not None and self._saving.every and self.round % self._saving.every == 0:
-            self.save()
+        self._held.save_regularly(self._training.ahead)
 
     def _fly(
         self, order: RoundOrder, payload: torch.Tensor | None, reason: str, filling: Filling | None = None
@@ -322,19 +299,40 @@ class Worker:
         if work.unfinished and not flights:
             flights.append(self._fly(order, work.payload, work.reason))
         self._training.finish(work)
+        if flights:
+            return self._settled(order.round, flights[0].result)
+        return self._settled(order.round, lambda: self._lane.reduce(order, work.payload, work.reason))
+
+    def _settled(self, round_index: int, receive: Callable[[], RoundResult]) -> RoundResult:
+        """What ``receive`` waits for, once every rank has its part of it."""
         outcome: RoundResult | ExchangeError
         with self._watch.phase("exchange"):
             try:
-                with self._interruptible() if self._ranks.size == 1 else nullcontext():
-                    if flights:
-                        outcome = flights[0].result()
-                    else:
-                        outcome = self._lane.reduce(order, work.payload, work.reason)
+                with self._interruptible_alone():
+                    if self._alone_and_interrupted():
+                        raise BrokenOff
+                    outcome = receive()
             except ExchangeError as error:
                 outcome = error
-            counted = settled(self._ranks, order.round, outcome)
+            counted = settled(self._ranks, round_index, outcome)
         assert isinstance(outcome, RoundResult), "settled() raises what a lane has raised"
         return replace(outcome, counted=counted)
+
+    def _next_of(self, round_index: int, results: Results) -> RoundResult:
+        """The next result of a replay, which ends where the leader has been interrupted."""
+
+        def receive() -> RoundResult:
+            if self.interrupted:
+                raise RoundLost(self._why)
+            return next(results)
+
+        return self._settled(round_index, receive)
+
+    def _apply(self, result: RoundResult) -> None:
+        self._set_rate(result.round)
+        with self._watch.phase("apply"):
+            self._held.apply(result)
+        self._training.ahead = 0
 
     def _set_rate(self, moment: float) -> None:
         """``moment`` in rounds: a fraction is a micro-step within one."""
@@ -360,41 +358,5 @@ class Worker:
 
     def _last_evaluation(self) -> None:
         measured, last = self._evaluate(), self.round - 1
-        self._report(self._account.evaluated(last, self._present_digest(), self._take_busy()))
+        self._report(self._account.evaluated(last, self._held.digest(), self._take_busy()))
         self._on_event(Evaluated(last, measured.loss, measured.bits_per_byte))
-
-    # ----------------------------------------------------------------------------- shared state
-
-    def _donate(self, order: DonateOrder) -> None:
-        start = self._clocks.wall()
-        if order.round != self.round or not self._whole:
-            reason = f"asked for the state of round {order.round}, this node holds that of round {self.round}"
-            self._on_event(TransferFailed(order.round, reason))
-            return
-        digest = self._present_digest()
-        try:
-            with self._interruptible() if self._ranks.size == 1 else nullcontext():
-                self._handover.donate(order, digest)
-        except TransferError as error:
-            self._on_event(TransferFailed(order.round, str(error)))
-            return
-        self._on_event(StateSent(order.round, self._all.nbytes, self._clocks.wall() - start))
-
-    def _load(self, order: LoadOrder) -> None:
-        """Replace the shared state. Momenta and error feedback stay: they are this node's own."""
-        self._whole, self._saved = False, -1
-        try:
-            digest = self._handover.load(order)
-        except TransferError as error:
-            self._on_event(TransferFailed(order.round, str(error)))
-            return
-        self._optimizer.loaded()
-        self._whole = self._consistent = True
-        self._digest = digest
-        self.round = order.round
-        self._samples = max(self._samples, order.frontier)
-        if self._exchange is not None:
-            self._exchange.ready(order.round, digest)
-        self._on_event(
-            StateLoaded(order.round, self._all.nbytes, digest, self._clocks.wall() - self._load_began)
-        )

@@ -69,11 +69,25 @@ def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: bytes | byt
     Raises:
         ValueError: unknown dtype, or a number of bytes that does not fit dtype and shape.
     """
-    view = memoryview(data).cast("B")
+    return pieces_digest(name, dtype, shape, (data,))
+
+
+def pieces_digest(
+    name: str, dtype: str, shape: Sequence[int], pieces: Iterable[bytes | bytearray | memoryview]
+) -> str:
+    """:func:`tensor_digest` of data that comes in pieces of any size, for instance out of a file.
+
+    Raises:
+        ValueError: unknown dtype, or a number of bytes that does not fit dtype and shape.
+    """
     hasher, nbytes = _frame(name, dtype, shape)
-    if len(view) != nbytes:
-        raise ValueError(f"tensor {name!r}: {dtype}{list(shape)} has {nbytes} bytes, not {len(view)}")
-    hasher.update(view)
+    read = 0
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        hasher.update(view)
+        read += len(view)
+    if read != nbytes:
+        raise ValueError(f"tensor {name!r}: {dtype}{list(shape)} has {nbytes} bytes, not {read}")
     return hasher.hexdigest()
 
 
@@ -121,10 +135,12 @@ def state_digest(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch
     return combine(digests)
 
 
-def _frame(name: str, dtype: str, shape: Sequence[int]) -> tuple[xxhash.xxh3_128, int]:
-    """A hasher that has read the frame of a tensor, and the bytes that its data must have."""
-    if sys.byteorder != "little":
-        raise RuntimeError("state digests are defined on little-endian bytes; this host is big-endian")
+def tensor_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor's data.
+
+    Raises:
+        ValueError: unknown dtype, or a negative size.
+    """
     item = _ITEM_BYTES.get(dtype)
     if item is None:
         raise ValueError(
@@ -132,11 +148,19 @@ def _frame(name: str, dtype: str, shape: Sequence[int]) -> tuple[xxhash.xxh3_128
         )
     if any(size < 0 for size in shape):
         raise ValueError(f"tensor {name!r}: negative size in shape {tuple(shape)}")
+    return item * math.prod(shape)
+
+
+def _frame(name: str, dtype: str, shape: Sequence[int]) -> tuple[xxhash.xxh3_128, int]:
+    """A hasher that has read the frame of a tensor, and the bytes that its data must have."""
+    if sys.byteorder != "little":
+        raise RuntimeError("state digests are defined on little-endian bytes; this host is big-endian")
+    nbytes = tensor_nbytes(name, dtype, shape)
     hasher = xxhash.xxh3_128()
     for text in (name, dtype):
         _text(hasher, text)
     hasher.update(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-    return hasher, item * math.prod(shape)
+    return hasher, nbytes
 
 
 def _text(hasher: xxhash.xxh3_128, text: str) -> None:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from protos import waits
 from protos.codecs import CodecSpec
 from protos.method_section import MethodConfig
 from protos.methods import LONG_MOMENTUM, LONG_RUN, PRESETS, SHORT_MOMENTUM, VOTE
@@ -143,6 +144,7 @@ def advice(runfile: RunFile) -> list[str]:
         sentences.append(
             "[round] quorum = 1: one slow node holds every round up to its deadline and then voids it"
         )
+    sentences += waits.advice(runfile.round.deadline, runfile.round.start_timeout)
     return sentences
 
 

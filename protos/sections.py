@@ -167,7 +167,8 @@ class RoundConfig(Section):
 
     deadline: Duration = Field(
         default=60.0,
-        description="A round waits this long after its first contribution, then commits without the others.",
+        description="The longest that a round waits after its first contribution, then it commits without "
+        "the others. How long it really waits follows from when the contributions of the last rounds came.",
     )
     start_timeout: Duration = Field(
         default=600.0,
@@ -186,9 +187,11 @@ class RoundConfig(Section):
     def _broken_deadline(self) -> Iterator[Problem]:
         if self.deadline > self.start_timeout:
             rule = f"must not be longer than start_timeout = {self.start_timeout:g} s"
-            yield Problem(
-                self.title, "deadline", rule, "raise start_timeout or lower deadline", self.deadline
+            fix = (
+                "raise start_timeout or lower deadline: the wait for the others of a round must end before "
+                "that for its first contribution would"
             )
+            yield Problem(self.title, "deadline", rule, fix, self.deadline)
 
 
 class CoordinatorConfig(Section):

@@ -6,13 +6,17 @@ The hub (gRPC), the local exchange (world size 1) and later transports all fit h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from node.exchange.filling import Filling
+
+if TYPE_CHECKING:
+    from node.exchange.spool import Spool
+    from node.exchange.tensor_bytes import Row
 
 
 class ExchangeError(RuntimeError):
@@ -134,6 +138,15 @@ class Lane(Protocol):
         """
         ...
 
+    def replay(self, order: ReplayOrder) -> Generator[RoundResult, None, None]:
+        """The results of rounds that have been committed without this node, in order; each is whole and
+        checked before it is handed out, and valid until the next one is asked for.
+
+        Raises:
+            ExchangeError: from the iterator: the next one is not to be had any more.
+        """
+        ...
+
     def bytes_counted(self) -> tuple[int, int]:
         """Bytes sent and received at the transport so far, framing included."""
         ...
@@ -154,16 +167,20 @@ class Exchange(Lane, Protocol):
         """Tell the others; does not wait."""
         ...
 
-    def donate(self, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str) -> None:
-        """Upload the shared state in chunks."""
+    def donate(self, order: DonateOrder, spool: Spool, done: Callable[[str], None]) -> None:
+        """Upload the chunks in ``spool`` while rounds go on, and close it in the end.
+
+        Does not wait. ``done`` is told, in another thread, why they did not get through; an empty text if
+        they did.
+        """
         ...
 
-    def load(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Fill ``tensors`` in place and return the announced state digest."""
+    def download(self, order: LoadOrder, rows: Sequence[Row]) -> Spool:
+        """A snapshot whose tensors are ``rows``; the caller closes what it gets."""
         ...
 
     def ready(self, round_index: int, state_digest: str) -> None:
-        """Tell that the state of ``round_index`` has been loaded."""
+        """Tell that the shared state is that before ``round_index`` now."""
         ...
 
     def reducer_tensors(self) -> dict[str, torch.Tensor]:

@@ -1,34 +1,20 @@
-"""Bulk calls: a node's contribution against the round's result, and shared state up and down."""
+"""The bulk call of a round: a node's contribution against the result."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 import xxhash
-from google.protobuf.message import DecodeError
 from grpc import aio
 
-from node.exchange.base import DonateOrder, LoadOrder
 from node.exchange.filling import Filling
 from node.exchange.link import Call, Link
 from node.exchange.result import ResultAssembly
-from node.exchange.retry import within
-from node.exchange.tensor_bytes import (
-    MAX_TENSORS,
-    LayoutError,
-    Row,
-    Sink,
-    check_layout,
-    layout,
-    read_chunks,
-    total_bytes,
-)
-from node.exchange.trouble import Kind, TransferError, Trouble
+from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import LINE_BYTES
@@ -160,117 +146,3 @@ async def _final(filling: Filling | None, nbytes: int, end: int, over: asyncio.E
             for task in tasks:
                 task.cancel()
     return final if final == end else final - final % LINE_BYTES
-
-
-async def put_state(
-    link: Link, secret: str, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str
-) -> None:
-    """Upload the shared state for nodes that are joining.
-
-    Raises:
-        TransferError: it did not get through; the donor itself is unharmed.
-    """
-    rows = layout(tensors)
-    header = pb.StateHeader(
-        transfer=order.transfer,
-        round=order.round,
-        state_digest=state_digest,
-        tensors=[pb.StateTensor(name=row.name, dtype=row.dtype, shape=row.shape) for row in rows],
-        nbytes=total_bytes(rows),
-    )
-    what = f"the upload of round {order.round}'s state"
-    call = link.put_state(secret)
-
-    async def write(frame: bytes) -> None:
-        await within(link.limits.stall, f"a chunk of {what}", call.write(frame))
-
-    try:
-        with contextlib.suppress(asyncio.InvalidStateError):  # ended early: the reply tells why
-            await write(wire.encode_frame(wire.HEADER, header.SerializeToString()))
-            offset = 0
-            hasher = xxhash.xxh3_128()
-            for chunk in read_chunks(tensors, wire.CHUNK_BYTES):
-                hasher.update(chunk)
-                await write(wire.encode_frame(wire.CHUNK, chunk, offset=offset))
-                offset += len(chunk)
-            end = pb.ContributionEnd(payload_digest=hasher.hexdigest())
-            await write(wire.encode_frame(wire.END, end.SerializeToString()))
-            await call.done_writing()
-        receipt = pb.StateReceipt.FromString(await within(link.limits.stall, f"the receipt for {what}", call))
-    except aio.AioRpcError as error:
-        raise TransferError(f"{what} broke off: {link.trouble(error, link.limits.transfer)}") from None
-    except (Trouble, DecodeError) as error:
-        raise TransferError(f"{what} broke off: {error}") from None
-    finally:
-        call.cancel()
-    if receipt.nbytes != header.nbytes:
-        raise TransferError(f"{what} is incomplete: {receipt.nbytes} of {header.nbytes} bytes were received")
-
-
-async def get_state(link: Link, secret: str, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Download the shared state of ``order.round`` into ``tensors``; returns the digest the donor announced.
-
-    Every announced name, dtype, shape and length is checked before a byte is written.
-
-    Raises:
-        TransferError: it did not arrive whole; ``tensors`` may then hold a part of it.
-    """
-    what = f"the download of round {order.round}'s state"
-    expected = layout(tensors)
-    call = link.get_state(secret, pb.StateHeader(transfer=order.transfer, round=order.round))
-
-    async def read() -> wire.Frame:
-        message = await within(link.limits.stall, f"a chunk of {what}", call.read())
-        if not isinstance(message, bytes):
-            raise TransferError(f"{what} broke off: the stream ended before its last frame")
-        return wire.decode_frame(message)
-
-    sink = Sink(tensors)
-    hasher = xxhash.xxh3_128()
-    try:
-        header = _state_header(await read(), order, expected)
-        while (frame := await read()).kind == wire.CHUNK:
-            if frame.offset != sink.nbytes:
-                raise TransferError(
-                    f"{what} is out of order: byte {frame.offset} came where {sink.nbytes} was due"
-                )
-            sink.write(frame.body)
-            hasher.update(frame.body)
-        if frame.kind != wire.END:
-            raise TransferError(f"{what} holds a frame of kind {frame.kind}")
-        if sink.nbytes != header.nbytes or not sink.complete:
-            raise TransferError(f"{what} is incomplete: {sink.nbytes} of {header.nbytes} bytes came")
-        announced = pb.ContributionEnd.FromString(bytes(frame.body)).payload_digest
-        if announced != hasher.hexdigest():
-            raise TransferError(
-                f"{what} is damaged: digest {hasher.hexdigest()}, the donor announced {announced}"
-            )
-        # A cancellation on the heels of the last frame would look like a broken download to the coordinator.
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(call.code(), _STATUS_SECONDS)
-    except aio.AioRpcError as error:
-        raise TransferError(f"{what} broke off: {link.trouble(error, link.limits.transfer)}") from None
-    except (Trouble, LayoutError, wire.FrameError, DecodeError) as error:
-        raise TransferError(f"{what} was refused: {error}") from None
-    finally:
-        call.cancel()
-    return header.state_digest
-
-
-def _state_header(frame: wire.Frame, order: LoadOrder, expected: tuple[Row, ...]) -> pb.StateHeader:
-    """Parse and check the first frame of a download."""
-    if frame.kind != wire.HEADER:
-        raise LayoutError(f"it starts with a frame of kind {frame.kind} instead of a header")
-    header = pb.StateHeader.FromString(bytes(frame.body))
-    if (header.transfer, header.round) != (order.transfer, order.round):
-        raise LayoutError(
-            f"it is transfer {header.transfer!r} of round {header.round}, ordered was {order.transfer!r} of "
-            f"round {order.round}"
-        )
-    if len(header.tensors) > MAX_TENSORS:
-        raise LayoutError(f"it announces {len(header.tensors)} tensors, at most {MAX_TENSORS} may travel")
-    rows = tuple(Row(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in header.tensors)
-    check_layout(rows, expected, "the donor")
-    if header.nbytes != total_bytes(expected):
-        raise LayoutError(f"it announces {header.nbytes} bytes, these tensors have {total_bytes(expected)}")
-    return header

@@ -8,57 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Protocol
 
 import torch
 
-from node.exchange.base import RoundOrder, RoundResult
+from node.exchange.base import ReplayOrder, RoundOrder, RoundResult
 from node.exchange.bulk import Contribution, contribute
 from node.exchange.filling import Filling, Withdrawn
 from node.exchange.link import Link
+from node.exchange.replay import Replay, held_buckets
+from node.exchange.result import round_result
 from node.exchange.retry import Patience, Say, Timing
+from node.exchange.standing import Standing
 from node.exchange.tensor_bytes import byte_view
 from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable, TableSchedule
-
-
-class Standing(Protocol):
-    """What a contribution needs of the session in whose name it is made.
-
-    Attributes:
-        halted: the node has been told to leave before the run's end, or cannot go on.
-    """
-
-    halted: asyncio.Event
-
-    @property
-    def secret(self) -> str:
-        """For the metadata of bulk calls."""
-        ...
-
-    @property
-    def node(self) -> str:
-        """Name of the node in the present session."""
-        ...
-
-    @property
-    def generation(self) -> int:
-        """Of the present stream; grows with every reconnect."""
-        ...
-
-    @property
-    def connected(self) -> bool:
-        """Whether that stream stands."""
-        ...
-
-    async def confirmed(self, order: RoundOrder) -> RoundOrder:
-        """The order as the present stream has it; raises :class:`RoundLost` if that has another one."""
-        ...
-
-    async def offered_again(self, order: RoundOrder) -> RoundOrder:
-        """Wait for a newer stream to open the order's round; raises :class:`RoundLost` if it does not."""
-        ...
 
 
 class Contributor:
@@ -75,6 +39,7 @@ class Contributor:
 
     Attributes:
         sent_at: when the last payload had been handed to the transport, in the clock's seconds.
+        sending: whether a payload is on its way there.
     """
 
     def __init__(
@@ -88,7 +53,7 @@ class Contributor:
         timing: Timing,
         say: Say,
     ) -> None:
-        self.sent_at = math.nan
+        self.sent_at, self.sending = math.nan, False
         self._link, self._session = link, session
         self._tables, self._lane, self._weight = tables, lane, weight
         self._timing, self._say = timing, say
@@ -124,17 +89,28 @@ class Contributor:
         part = self._part(order.round)
         result = self._result[: part.result_nbytes]
         commit = await self._unless_halted(order, memory, filling, byte_view(result), reason)
-        return RoundResult(
-            round=order.round,
-            payload=result if commit.nbytes or (commit.voters and not part.result_nbytes) else None,
-            voters=tuple(commit.voters),
-            weights=tuple(commit.weights),
-            # A node that is cut off and comes back has another name; what it sent before counts all the same.
-            counted=commit.counted
-            or bool((self._sent_as - {self._session.node}).intersection(commit.voters)),
-            agreement=commit.agreement,
-            reason=commit.reason,
+        return round_result(commit, result, counted=self._counted(commit))
+
+    def replay(self, order: ReplayOrder) -> Replay:
+        """The results of rounds that went on without this node."""
+        return Replay(
+            order,
+            self._link,
+            self._session,
+            tables=self._tables,
+            lane=self._lane,
+            counted=lambda commit: commit.round == self._sent_round and self._counted(commit),
+            timing=self._timing,
+            say=self._say,
         )
+
+    def _counted(self, commit: pb.Commit) -> bool:
+        """Whether what was sent last, which is of the same round, is in its result.
+
+        A node that was cut off may have come back under another name; what it sent before counts as well.
+        """
+        before = self._sent_as - {self._session.node}
+        return commit.counted or bool(before.intersection(commit.voters))
 
     def cancel(self) -> None:
         """End a :meth:`reduce` that goes on."""
@@ -181,6 +157,7 @@ class Contributor:
             contribution = Contribution(self._header(order, memory, reason), memory, filling)
             if memory is not None:
                 self._sent_as.add(session.node)
+            self.sending = memory is not None
             try:
                 return await contribute(self._link, session.secret, contribution, into, self._mark_sent)
             except Withdrawn as withdrawn:
@@ -203,6 +180,8 @@ class Contributor:
                     await patience.endure(trouble)
                 else:
                     await patience.endure(trouble)
+            finally:
+                self.sending = False
 
     def _cut_off(self, order: RoundOrder, trouble: Trouble) -> bool:
         """Whether the stream that brought the order is gone, or soon will be, as the session is unknown."""
@@ -211,12 +190,10 @@ class Contributor:
         return stale or trouble.kind is Kind.SESSION_UNKNOWN
 
     def _mark_sent(self) -> None:
-        self.sent_at = self._timing.now()
+        self.sent_at, self.sending = self._timing.now(), False
 
     def _header(self, order: RoundOrder, memory: memoryview | None, reason: str) -> pb.ContributionHeader:
         table = self._tables.of(order.round)
-        held = [] if self._lane is None else self._lane.of(order.round).buckets
-        names = {bucket.name for bucket in held}
         return pb.ContributionHeader(
             round=order.round,
             epoch=order.epoch,
@@ -226,5 +203,5 @@ class Contributor:
             abstain=memory is None,
             reason=reason if memory is None else "",
             part=self._lane is not None,
-            buckets=[index for index, bucket in enumerate(table.buckets) if bucket.name in names],
+            buckets=[] if self._lane is None else held_buckets(table, self._lane.of(order.round)),
         )

@@ -6,9 +6,10 @@ may be interrupted by Ctrl-C.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,19 +19,25 @@ from node.exchange.base import (
     ExchangeError,
     LoadOrder,
     Order,
+    ReplayOrder,
     RoundOrder,
     RoundResult,
     WorkReport,
 )
-from node.exchange.bulk import get_state, put_state
+from node.exchange.chunks_down import get_chunks
+from node.exchange.chunks_up import Uploads
 from node.exchange.contributor import Contributor
 from node.exchange.filling import Filling
 from node.exchange.link import Limits, Link
 from node.exchange.meter import Meter
 from node.exchange.network import process_network
 from node.exchange.news import Publish
+from node.exchange.replay import results
 from node.exchange.retry import Patience, Say, Timing, persist
 from node.exchange.session import Admission, Claim, Session
+from node.exchange.spool import Spool
+from node.exchange.tensor_bytes import Row
+from node.exchange.trouble import TransferError
 from protos import atoll_pb2 as pb
 from protos.buckets import TableSchedule
 from protos.invite import Invite
@@ -78,7 +85,9 @@ class HubExchange:
         self._publish = publish
         self._network = process_network().open()
         self._link = Link(invite, self.meter, limits or Limits())
-        self._session = self._network.call(self._open(), self.limits.call, "opening the channels")
+        self._session, self._uploads = self._network.call(
+            self._open(), self.limits.call, "opening the channels"
+        )
 
     @property
     def limits(self) -> Limits:
@@ -89,9 +98,14 @@ class HubExchange:
     def limits(self, limits: Limits) -> None:
         self._link.limits = limits
 
-    async def _open(self) -> Session:
+    async def _open(self) -> tuple[Session, Uploads]:
         self._link.open()
-        return Session(self._link, self._timing, self._say, self._publish)
+        session = Session(self._link, self._timing, self._say, self._publish)
+        uploads = Uploads(self._link, lambda: session.secret, self._busy, self._timing, self._say)
+        return session, uploads
+
+    def _busy(self) -> bool:
+        return self._contributor is not None and self._contributor.sending
 
     @property
     def sent_at(self) -> float:
@@ -199,29 +213,46 @@ class HubExchange:
 
         self._network.soon(send)
 
-    def donate(self, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str) -> None:
-        """See :class:`node.exchange.base.Exchange`.
+    def replay(self, order: ReplayOrder) -> Generator[RoundResult, None, None]:
+        """See :class:`node.exchange.base.Lane`.
 
         Raises:
-            TransferError: it did not get through; this node is unharmed.
+            TransferError: a result is not to be had; those before it have been handed out.
+            Trouble: a result is damaged.
         """
-        self._call(
-            put_state(self._link, self._session.secret, order, tensors, state_digest),
-            self.limits.transfer + _SLACK_SECONDS,
-            f"the upload of round {order.round}'s state",
-        )
+        assert self._contributor is not None, "join comes first"
+        return results(self._contributor.replay(order), self._call, self.limits.transfer)
 
-    def load(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> str:
+    def donate(self, order: DonateOrder, spool: Spool, done: Callable[[str], None]) -> None:
+        """See :class:`node.exchange.base.Exchange`."""
+        self._network.soon(lambda: self._uploads.start(order, spool, done))
+
+    def download(self, order: LoadOrder, rows: Sequence[Row]) -> Spool:
         """See :class:`node.exchange.base.Exchange`.
 
         Raises:
-            TransferError: it did not arrive whole; ``tensors`` may hold a part of it.
+            TransferError: it did not arrive whole.
         """
         return self._call(
-            get_state(self._link, self._session.secret, order, tensors),
+            self._download(order, rows),
             self.limits.transfer + _SLACK_SECONDS,
             f"the download of round {order.round}'s state",
         )
+
+    async def _download(self, order: LoadOrder, rows: Sequence[Row]) -> Spool:
+        session = self._session
+        work = asyncio.ensure_future(
+            get_chunks(self._link, lambda: session.secret, order, rows, self._timing, self._say)
+        )
+        halt = asyncio.ensure_future(session.halted.wait())
+        try:
+            await asyncio.wait({work, halt}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise TransferError("the download was broken off: this node has been told to stop")
+            return work.result()
+        finally:
+            work.cancel()
+            halt.cancel()
 
     def ready(self, round_index: int, state_digest: str) -> None:
         """See :class:`node.exchange.base.Exchange`."""
@@ -254,5 +285,6 @@ class HubExchange:
     async def _close(self, reason: str) -> None:
         if self._contributor is not None:
             self._contributor.cancel()
+        self._uploads.cancel()
         await self._session.leave(reason)
         await self._link.close()

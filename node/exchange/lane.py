@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
 import torch
 
-from node.exchange.base import ExchangeError, RoundOrder, RoundResult
+from node.exchange.base import ExchangeError, ReplayOrder, RoundOrder, RoundResult
 from node.exchange.contributor import Contributor
 from node.exchange.filling import Filling
 from node.exchange.link import Limits, Link
 from node.exchange.meter import Meter
 from node.exchange.network import process_network
 from node.exchange.news import LaneSession, NewsSource, SessionNews
+from node.exchange.replay import results
 from node.exchange.retry import Say, Timing
 from protos.buckets import TableSchedule
 from protos.invite import Invite
+
+T = TypeVar("T")
 
 _SLACK_SECONDS = 5.0  # of a facade's deadline over the deadlines inside
 
@@ -89,6 +93,12 @@ class LaneExchange:
         if not self._closed:
             self._network.soon(action)
 
+    def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
+        if self._closed:
+            work.close()
+            raise ExchangeError(f"{what} is not possible any more: the lane has been closed")
+        return self._network.call(work, seconds, what)
+
     def reduce(
         self,
         order: RoundOrder,
@@ -103,13 +113,20 @@ class LaneExchange:
             ExchangeError: refused even as an abstention, or the coordinator is gone for good.
         """
         self._contributor.check(order, payload, filling)
-        if self._closed:
-            raise ExchangeError(f"round {order.round + 1} is not possible any more: the lane has been closed")
-        return self._network.call(
+        return self._call(
             self._contributor.reduce(order, payload, abstain_reason, filling),
             self._limits.round + self._limits.reconnect + _SLACK_SECONDS,
             f"round {order.round + 1}",
         )
+
+    def replay(self, order: ReplayOrder) -> Generator[RoundResult, None, None]:
+        """See :class:`node.exchange.base.Lane`.
+
+        Raises:
+            TransferError: a result is not to be had; those before it have been handed out.
+            Trouble: a result is damaged.
+        """
+        return results(self._contributor.replay(order), self._call, self._limits.transfer)
 
     def bytes_counted(self) -> tuple[int, int]:
         """See :class:`node.exchange.base.Lane`."""

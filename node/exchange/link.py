@@ -42,7 +42,7 @@ class Limits:
     call: float = 10.0  # an ordinary call
     order: float = 3600.0  # between two orders, for instance while other nodes are awaited
     round: float = 1800.0  # from contribution to commit
-    transfer: float = 6 * 3600.0  # of the shared state
+    transfer: float = 6 * 3600.0  # of the shared state, or of results to replay
     stall: float = 120.0  # without a byte in such a transfer
     leave: float = 3.0  # for a clean departure
 
@@ -106,27 +106,23 @@ class Link:
         """The stream of one round."""
         return self._frames("Exchange", secret, ("contribution", "result"), self.limits.round)
 
-    def put_state(self, secret: str) -> aio.StreamUnaryCall[bytes, bytes]:
-        """The upload of shared state; the reply is a StateReceipt."""
+    def put_chunks(self, secret: str) -> aio.StreamUnaryCall[bytes, bytes]:
+        """The upload of a part of a snapshot; the reply is a ChunksReceipt."""
         assert self._bulk is not None
         method = self._bulk.stream_unary(
-            f"/{wire.BULK_SERVICE}/PutState",
+            f"/{wire.BULK_SERVICE}/PutChunks",
             request_serializer=self._counter("up", "state"),
             response_deserializer=self._counter("down", "state"),
         )
         return method(None, metadata=self._metadata(secret), timeout=self.limits.transfer)
 
-    def get_state(self, secret: str, request: pb.StateHeader) -> aio.UnaryStreamCall[bytes, bytes]:
-        """The download of shared state."""
-        assert self._bulk is not None
-        method = self._bulk.unary_stream(
-            f"/{wire.BULK_SERVICE}/GetState",
-            request_serializer=self._counter("up", "state"),
-            response_deserializer=self._counter("down", "state"),
-        )
-        return method(
-            request.SerializeToString(), metadata=self._metadata(secret), timeout=self.limits.transfer
-        )
+    def get_chunks(self, secret: str, request: pb.ChunksRequest) -> aio.UnaryStreamCall[bytes, bytes]:
+        """The download of a snapshot."""
+        return self._stored("GetChunks", secret, request, "state")
+
+    def get_results(self, secret: str, request: pb.ResultsRequest) -> aio.UnaryStreamCall[bytes, bytes]:
+        """The results of rounds that have been committed."""
+        return self._stored("GetResults", secret, request, "result")
 
     def trouble(self, error: aio.AioRpcError, seconds: float) -> Trouble:
         """What the failure of a call means."""
@@ -140,6 +136,19 @@ class Link:
             response_deserializer=self._counter("down", kinds[1]),
         )
         return method(None, metadata=self._metadata(secret), timeout=seconds)
+
+    def _stored(
+        self, name: str, secret: str, request: Message, kind: meter.Kind
+    ) -> aio.UnaryStreamCall[bytes, bytes]:
+        assert self._bulk is not None
+        method = self._bulk.unary_stream(
+            f"/{wire.BULK_SERVICE}/{name}",
+            request_serializer=self._counter("up", kind),
+            response_deserializer=self._counter("down", kind),
+        )
+        return method(
+            request.SerializeToString(), metadata=self._metadata(secret), timeout=self.limits.transfer
+        )
 
     async def _unary(self, name: str, request: Message, reply: type[M]) -> M:
         assert self._control is not None

@@ -6,9 +6,9 @@ another node; alone, they would make the same node fail again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -17,6 +17,7 @@ from node.exchange.base import (
     ExchangeError,
     LoadOrder,
     Order,
+    ReplayOrder,
     RoundOrder,
     RoundResult,
     StopOrder,
@@ -26,6 +27,10 @@ from node.exchange.filling import Filling
 from optim.mean import F32
 from optim.reduce import SingleNode
 from protos.buckets import TableSchedule
+
+if TYPE_CHECKING:
+    from node.exchange.spool import Spool
+    from node.exchange.tensor_bytes import Row
 
 _FILLING_SECONDS: Final = 3600.0  # that a payload may take from the call on
 
@@ -145,11 +150,16 @@ class LocalExchange:
         """The round has been applied; nobody else listens."""
         self._before = None
 
-    def donate(self, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str) -> None:
+    def replay(self, order: ReplayOrder) -> Generator[RoundResult, None, None]:
         """Never ordered here."""
+        raise ExchangeError("a run of one node has no rounds that went on without it")
+
+    def donate(self, order: DonateOrder, spool: Spool, done: Callable[[str], None]) -> None:
+        """Never ordered here."""
+        spool.close()
         raise ExchangeError("a run of one node has nobody to send its state to")
 
-    def load(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> str:
+    def download(self, order: LoadOrder, rows: Sequence[Row]) -> Spool:
         """Never ordered here."""
         raise ExchangeError("a run of one node has nobody to get a state from")
 

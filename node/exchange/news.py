@@ -21,6 +21,42 @@ MAX_FAILURE: Final = 1000  # characters
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A round as a stream of the session has opened it."""
+
+    round: int
+    epoch: int
+    lease_start: int
+    lease_count: int
+    result_ready: bool
+
+    @classmethod
+    def by(cls, order: RoundOrder) -> Opened:
+        """By this order."""
+        return cls(order.round, order.epoch, order.lease_start, order.lease_count, order.result_ready)
+
+    def takes(self, order: RoundOrder) -> bool:
+        """Whether what was computed for ``order``, which an earlier stream has brought, may be sent.
+
+        With other samples it must not be: somebody else has those of ``order``, and they would count twice.
+        """
+        lease = self.lease_start, self.lease_count
+        return self.round == order.round and (
+            self.result_ready or lease == (order.lease_start, order.lease_count)
+        )
+
+
+def went_on_without(order: RoundOrder, opened: Opened | None, whom: str = "its coordinator") -> str:
+    """Why the work for ``order`` is lost to a node that was cut off from ``whom``, in words."""
+    if opened is not None and opened.round == order.round:
+        return (
+            f"round {order.round + 1} is open to this node again, but for other samples: those that it had "
+            f"were given to somebody else while it was cut off from {whom}"
+        )
+    return f"round {order.round + 1} went on without this node while it was cut off from {whom}"
+
+
+@dataclass(frozen=True)
 class SessionNews:
     """A session as its leader sees it.
 
@@ -30,7 +66,7 @@ class SessionNews:
         generation: of the stream: grows with every reconnect.
         connected: whether the stream stands.
         ordered: whether that stream has brought an order.
-        opened: the round that this first order opens, and its epoch; ``None`` if it is of another kind.
+        opened: the round that this first order opens; ``None`` if it is of another kind.
         halted: the node has been told to leave before the run's end, or cannot go on.
         failure: why there will be no other stream; empty while there may be.
     """
@@ -40,7 +76,7 @@ class SessionNews:
     generation: int = 0
     connected: bool = False
     ordered: bool = False
-    opened: tuple[int, int] | None = None
+    opened: Opened | None = None
     halted: bool = False
     failure: str = ""
 
@@ -64,9 +100,14 @@ class SessionNews:
             if type(fields[name]) not in kinds:
                 raise ValueError(f"{name} of a session cannot be of the type {type(fields[name]).__name__}")
         opened = fields.pop("opened")
-        if opened is not None and (len(opened) != 2 or any(type(number) is not int for number in opened)):
-            raise ValueError(f"the opened round of a session is no pair of numbers: {opened!r}")
-        return cls(opened=None if opened is None else (opened[0], opened[1]), **fields)
+        return cls(opened=None if opened is None else _opened(opened), **fields)
+
+
+def _opened(values: dict[str, Any]) -> Opened:
+    wanted = {"round": int, "epoch": int, "lease_start": int, "lease_count": int, "result_ready": bool}
+    if {name: type(value) for name, value in values.items()} != wanted:
+        raise ValueError(f"this is no opened round: {str(values)[:80]}")
+    return Opened(**values)
 
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
@@ -75,7 +116,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "generation": (int,),
     "connected": (bool,),
     "ordered": (bool,),
-    "opened": (list, type(None)),
+    "opened": (dict, type(None)),
     "halted": (bool,),
     "failure": (str,),
 }
@@ -145,7 +186,8 @@ class LaneSession:
         return order if order.generation == self.generation else await self.offered_again(order)
 
     async def offered_again(self, order: RoundOrder) -> RoundOrder:
-        """Wait until a newer stream than that which brought ``order`` opens its round.
+        """Wait until a newer stream than that which brought ``order`` opens its round, for the same samples,
+        or has its result.
 
         Raises:
             RoundLost: the coordinator has something else for this node.
@@ -154,9 +196,9 @@ class LaneSession:
         while self.generation <= order.generation or not self._news.ordered:
             await self._something_new()
         opened = self._news.opened
-        if opened is None or opened[0] != order.round:
-            raise RoundLost(f"round {order.round + 1} went on without this node while it was cut off")
-        return replace(order, epoch=opened[1], generation=self.generation)
+        if opened is None or not opened.takes(order):
+            raise RoundLost(went_on_without(order, opened))
+        return replace(order, epoch=opened.epoch, generation=self.generation)
 
     async def _something_new(self) -> None:
         if self._news.failure:

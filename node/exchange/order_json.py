@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any, Final
 
-from node.exchange.base import DonateOrder, LoadOrder, Order, RoundOrder, StopOrder
+from node.exchange.base import DonateOrder, LoadOrder, Order, ReplayOrder, RoundOrder, StopOrder
 
 MAX_ORDER_BYTES: Final = 1 << 20
 
@@ -15,6 +15,7 @@ _KINDS: Final[dict[str, type[Order]]] = {
     "round": RoundOrder,
     "donate": DonateOrder,
     "load": LoadOrder,
+    "replay": ReplayOrder,
     "stop": StopOrder,
 }
 _CHECKS: Final[dict[str, Callable[[Any], bool]]] = {  # by annotation

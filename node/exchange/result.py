@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import xxhash
 from google.protobuf.message import DecodeError
 
+from node.exchange.base import RoundResult
 from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -90,3 +92,22 @@ class ResultAssembly:
             f"the result of round {self.round + 1} is damaged and was not applied: {what}. Nothing of the "
             "run is lost: start this node again, and check its memory and network if this repeats",
         )
+
+
+def round_result(commit: pb.Commit, buffer: torch.Tensor, *, counted: bool) -> RoundResult:
+    """A result that has come whole.
+
+    Args:
+        commit: as :meth:`ResultAssembly.add` returned it.
+        buffer: uint8, what was assembled; empty for a lane without buckets.
+        counted: whether a contribution of this node is in it.
+    """
+    return RoundResult(
+        round=commit.round,
+        payload=buffer if commit.nbytes or (commit.voters and not buffer.numel()) else None,
+        voters=tuple(commit.voters),
+        weights=tuple(commit.weights),
+        counted=counted,
+        agreement=commit.agreement,
+        reason=commit.reason,
+    )

@@ -7,11 +7,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from node.exchange.trouble import Kind, Trouble
 
 T = TypeVar("T")
+
+SAY_SECONDS: Final = 10.0  # between two sentences about one wait
 
 Say = Callable[[str], None]
 
@@ -47,7 +49,7 @@ class Patience:
         what: what is waited for, as in "waiting for {what}".
         seconds: how long in all, from the first failure on.
         timing: clock, sleep, randomness.
-        say: receives a sentence before every pause.
+        say: receives a sentence before the first pause, and every :data:`SAY_SECONDS` from then on.
     """
 
     def __init__(self, what: str, seconds: float, timing: Timing, say: Say) -> None:
@@ -56,7 +58,7 @@ class Patience:
         self._timing = timing
         self._say = say
         self._failures = 0
-        self._since = timing.now()
+        self._since = self._said = timing.now()
 
     def reset(self) -> None:
         """Something went well: the next failure starts a new span."""
@@ -81,7 +83,12 @@ class Patience:
                 trouble.kind, f"gave up on {self._what} after {self._seconds:.3g} s, tried {times}: {trouble}"
             ) from trouble
         pause = min(self._timing.backoff.pause(self._failures, self._timing.uniform()), left)
-        self._say(f"waiting for {self._what}: {trouble}; trying again in {pause:.2g} s, {left:.0f} s left")
+        now = self._timing.now()
+        if self._failures == 1 or now - self._said >= SAY_SECONDS:
+            self._said = now
+            self._say(
+                f"waiting for {self._what}: {trouble}; trying again in {pause:.2g} s, {left:.0f} s left"
+            )
         await self._timing.sleep(pause)
 
 

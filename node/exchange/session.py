@@ -5,24 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from grpc import aio
 
-from node.exchange.base import DonateOrder, ExchangeError, LoadOrder, Order, RoundOrder, StopOrder
+from node.exchange.base import (
+    DonateOrder,
+    ExchangeError,
+    LoadOrder,
+    Order,
+    ReplayOrder,
+    RoundOrder,
+    StopOrder,
+)
 from node.exchange.link import Call, Link
-from node.exchange.news import MAX_FAILURE, Publish, SessionNews
+from node.exchange.news import MAX_FAILURE, Opened, Publish, SessionNews, went_on_without
 from node.exchange.retry import Patience, Say, Timing, persist
 from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
 
-_MAX_UNSENT = 256  # messages kept while the connection is down
+_MAX_REPORTS: Final = 256  # that are kept while the connection is down; whatever else is said is kept as well
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a node says about itself when it joins; see the message JoinRequest."""
+    """What a node says about itself when it joins; see the message JoinRequest.
+
+    ``former`` is the secret of its last session, and the lease its work in hand: both are the session's to
+    fill in when it joins again.
+    """
 
     name: str
     run_digest: str
@@ -35,6 +48,28 @@ class Claim:
     ranks: int = 1
     batch: int = 0  # samples of a micro-step; 0: as the run file says
     samples: int = 0  # first global sample index behind all that the run had leased
+    state_bytes: int = 0  # of the shared state
+    former: str = field(default="", repr=False)
+    lease_round: int = 0
+    lease_start: int = 0
+    lease_count: int = 0  # 0: there is no work in hand
+
+    def at(self, round_index: int, state_digest: str) -> Claim:
+        """The shared state is that before ``round_index`` now: work for the rounds before has come to its
+        end."""
+        claim = replace(self, round=round_index, state_digest=state_digest)
+        done = self.lease_count and self.lease_round < round_index
+        return replace(claim, lease_round=0, lease_start=0, lease_count=0) if done else claim
+
+    def ordered(self, order: Order) -> Claim:
+        """An order has come."""
+        if isinstance(order, (DonateOrder, StopOrder)):
+            return self
+        claim = replace(self, samples=max(self.samples, order.frontier))
+        if not isinstance(order, RoundOrder) or order.result_ready or order.round < self.round:
+            return claim
+        start, count = order.lease_start, order.lease_count
+        return replace(claim, lease_round=order.round, lease_start=start, lease_count=count)
 
     def request(self) -> pb.JoinRequest:
         """The message."""
@@ -51,6 +86,11 @@ class Claim:
             ranks=self.ranks,
             batch=self.batch,
             samples=self.samples,
+            state_bytes=self.state_bytes,
+            former=self.former,
+            lease_round=self.lease_round,
+            lease_start=self.lease_start,
+            lease_count=self.lease_count,
         )
 
 
@@ -82,7 +122,7 @@ class Session:
         self._claim: Claim | None = None
         self._admission: Admission | None = None
         self._orders: deque[Order] = deque()
-        self._unsent: deque[pb.NodeMessage] = deque(maxlen=_MAX_UNSENT)
+        self._unsent: deque[pb.NodeMessage] = deque()
         self._outgoing = asyncio.Event()
         self._news = asyncio.Event()
         self._failure: ExchangeError | None = None
@@ -119,11 +159,14 @@ class Session:
     def hold_state(self, round_index: int, state_digest: str) -> None:
         """Remember the shared state that a rejoin may claim: that before ``round_index``."""
         if self._claim is not None:
-            self._claim = replace(self._claim, round=round_index, state_digest=state_digest)
+            self._claim = self._claim.at(round_index, state_digest)
 
     def send(self, message: pb.NodeMessage) -> None:
-        """Queue a message; it survives a reconnect."""
+        """Queue a message; it survives a reconnect. Of too many reports the oldest are dropped."""
         self._unsent.append(message)
+        reports = [message for message in self._unsent if message.HasField("report")]
+        if len(reports) > _MAX_REPORTS:
+            self._unsent.remove(reports[0])
         self._outgoing.set()
 
     async def next_order(self) -> Order:
@@ -148,7 +191,8 @@ class Session:
         return order if order.generation == self.generation else await self.offered_again(order)
 
     async def offered_again(self, order: RoundOrder) -> RoundOrder:
-        """After the stream that brought ``order`` has ended: wait until its round is open to us again.
+        """After the stream that brought ``order`` has ended: wait until its round is open to us again, for
+        the same samples, or its result is there.
 
         Raises:
             RoundLost: the coordinator has something else for this node, which :meth:`next_order` will return.
@@ -157,13 +201,11 @@ class Session:
         while self.generation == order.generation and self._failure is None:
             await self._something_new()
         following = await self.next_order()
-        if isinstance(following, RoundOrder) and following.round == order.round:
+        if isinstance(following, RoundOrder) and Opened.by(following).takes(order):
             return following
         self._orders.appendleft(following)
-        raise RoundLost(
-            f"round {order.round + 1} went on without this node while it was cut off from "
-            f"{self._link.address}"
-        )
+        opened = Opened.by(following) if isinstance(following, RoundOrder) else None
+        raise RoundLost(went_on_without(order, opened, self._link.address))
 
     async def leave(self, reason: str) -> None:
         """Say goodbye after everything that is queued, and end the stream."""
@@ -205,13 +247,19 @@ class Session:
                     if self._heard or self._timing.now() - opened > self._timing.backoff.cap:
                         patience.reset()
                     if trouble.kind is Kind.SESSION_UNKNOWN and self._admission is not None:
-                        self._admission = None
+                        self._forget(self._admission)
                         trouble = Trouble(Kind.BROKEN, f"{trouble}; joining again")
                     await patience.endure(trouble)
         except ExchangeError as failure:
             self._failure = failure
             self.halted.set()
             self._tell()
+
+    def _forget(self, admission: Admission) -> None:
+        """The coordinator knows of this session no more; its secret tells it who comes back."""
+        assert self._claim is not None
+        self._claim = replace(self._claim, former=admission.session)
+        self._admission = None
 
     async def _stream(self, admission: Admission) -> bool:
         """One stream from its start to its end; True if it ended as it should."""
@@ -277,8 +325,8 @@ class Session:
             self._stopped = True
             if not order.done:
                 self.halted.set()
-        elif isinstance(order, (RoundOrder, LoadOrder)) and self._claim is not None:
-            self._claim = replace(self._claim, samples=max(self._claim.samples, order.frontier))
+        if self._claim is not None:
+            self._claim = self._claim.ordered(order)
         self._orders.append(order)
         first, self._first = self._first, self._first or order
         if first is None or self.halted.is_set():
@@ -296,7 +344,7 @@ class Session:
                 generation=self.generation,
                 connected=self.connected,
                 ordered=first is not None,
-                opened=(first.round, first.epoch) if isinstance(first, RoundOrder) else None,
+                opened=Opened.by(first) if isinstance(first, RoundOrder) else None,
                 halted=self.halted.is_set(),
                 failure="" if self._failure is None else str(self._failure)[:MAX_FAILURE],
             )
@@ -320,10 +368,13 @@ def _order(message: pb.CoordinatorMessage, generation: int) -> Order | None:
             generation=generation,
         )
     if kind == "donate":
-        return DonateOrder(message.donate.transfer, message.donate.round)
+        donate = message.donate
+        return DonateOrder(donate.snapshot, donate.round, donate.first, donate.count)
     if kind == "load_state":
         load = message.load_state
-        return LoadOrder(load.transfer, load.round, load.frontier)
+        return LoadOrder(load.snapshot, load.round, load.frontier)
+    if kind == "replay":
+        return ReplayOrder(message.replay.first, message.replay.count, message.replay.frontier)
     if kind == "stop":
         return StopOrder(message.stop.done, message.stop.reason, message.stop.evaluate)
     return None

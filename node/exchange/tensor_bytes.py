@@ -1,18 +1,19 @@
 """Tensors as one stream of bytes: laid end to end, sorted by name, little-endian, without padding.
 
 The layout of shared state on the wire. Bytes come straight from, and go straight into, the memory of tensors
-on the CPU; tensors of an accelerator pass through host memory one at a time.
+on the CPU; those of an accelerator pass through host memory in pieces.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-MAX_TENSORS = 1 << 20
+PIECE_BYTES: Final = 16 << 20  # of a tensor, in host memory at a time
 _ITEM_BYTES = {
     str(dtype).removeprefix("torch."): dtype.itemsize
     for dtype in (
@@ -92,86 +93,41 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def _on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+def read_pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Bytes ``start`` to ``stop`` of a tensor's elements: (where, ``uint8[n]`` on the CPU) in pieces.
+
+    Pieces of a contiguous tensor on the CPU are its own memory. Of another device's, one piece is in host
+    memory at a time.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for position, end in spans(start, stop):
+        yield position, flat[position:end].cpu()
 
 
-def read_chunks(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Iterator[memoryview]:
-    """The stream in chunks of ``chunk_bytes``, the last one shorter; each is valid until the next."""
-    buffer = bytearray(chunk_bytes)
-    filled = 0
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        if not tensor.numel():
-            continue
-        view = byte_view(tensor if _on_host(tensor) else tensor.cpu().contiguous())
-        position = 0
-        while position < len(view):
-            if not filled and len(view) - position >= chunk_bytes:
-                yield view[position : position + chunk_bytes]
-                position += chunk_bytes
-                continue
-            take = min(chunk_bytes - filled, len(view) - position)
-            buffer[filled : filled + take] = view[position : position + take]
-            filled += take
-            position += take
-            if filled == chunk_bytes:
-                yield memoryview(buffer)
-                filled = 0
-    if filled:
-        yield memoryview(buffer)[:filled]
-
-
-class Sink:
-    """Writes the stream into tensors, in order, as it arrives.
+@torch.no_grad()
+def fill(tensor: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> None:
+    """Overwrite a tensor, on any device and with any strides, by pieces of its bytes.
 
     Args:
-        tensors: written in place. Those of an accelerator are filled when their last byte is there.
+        tensor: written in place.
+        read: fills ``uint8[n]`` on the CPU with the bytes from a position on; called for one piece of
+            :func:`spans` after the other.
     """
+    target = tensor.detach()
+    staged = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+    flat = staged.view(-1).view(torch.uint8)
+    for position, end in spans(0, len(flat)):
+        piece = flat[position:end]
+        host = torch.empty(end - position, dtype=torch.uint8) if piece.device.type != "cpu" else piece
+        read(position, host)
+        if host is not piece:
+            piece.copy_(host)
+    if staged is not target:
+        target.copy_(staged)
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._waiting = [
-            tensors[name].detach() for name in reversed(sorted(tensors)) if tensors[name].numel()
-        ]
-        self._target: torch.Tensor | None = None
-        self._staged: torch.Tensor | None = None
-        self._view = memoryview(bytearray())
-        self._position = 0
-        self.nbytes = 0
 
-    def write(self, data: memoryview) -> None:
-        """Take the next bytes of the stream.
-
-        Raises:
-            LayoutError: more bytes than the tensors hold.
-        """
-        self.nbytes += len(data)
-        while len(data):
-            if self._position == len(self._view):
-                self._open_next()
-            take = min(len(data), len(self._view) - self._position)
-            self._view[self._position : self._position + take] = data[:take]
-            self._position += take
-            data = data[take:]
-            if self._position == len(self._view):
-                self._close()
-
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor has been filled."""
-        return not self._waiting and self._target is None
-
-    def _open_next(self) -> None:
-        if not self._waiting:
-            raise LayoutError("the stream goes on after the last tensor")
-        self._target = self._waiting.pop()
-        on_host = _on_host(self._target)
-        self._staged = self._target if on_host else torch.empty(self._target.shape, dtype=self._target.dtype)
-        self._view = byte_view(self._staged)
-        self._position = 0
-
-    def _close(self) -> None:
-        assert self._target is not None and self._staged is not None
-        if self._staged is not self._target:
-            self._target.copy_(self._staged)
-        self._target = self._staged = None
+def spans(start: int, stop: int, size: int | None = None) -> Iterator[tuple[int, int]]:
+    """What lies between two positions, in pieces of ``size`` (:data:`PIECE_BYTES` if not given), the last one
+    shorter: (begin, end)."""
+    size = size or PIECE_BYTES
+    return ((position, min(position + size, stop)) for position in range(start, stop, size))

@@ -7,6 +7,7 @@ import enum
 import grpc
 
 from node.exchange.base import ExchangeError
+from protos import wire
 
 
 class Kind(enum.Enum):
@@ -86,8 +87,9 @@ def diagnose(code: grpc.StatusCode, details: str | None, address: str, *, second
         )
     if code is grpc.StatusCode.UNAUTHENTICATED:
         # Two secrets travel with a call: the session's, which a coordinator forgets, and the invite's.
-        kind = Kind.SESSION_UNKNOWN if "session" in words.lower() else Kind.TOKEN
-        return Trouble(kind, f"the coordinator at {address} refused this node: {words}")
+        kind = Kind.SESSION_UNKNOWN if words.startswith(wire.SESSION_UNKNOWN) else Kind.TOKEN
+        said = words.removeprefix(wire.SESSION_UNKNOWN)
+        return Trouble(kind, f"the coordinator at {address} refused this node: {said}")
     if code is grpc.StatusCode.ALREADY_EXISTS:
         return Trouble(
             Kind.SESSION_BUSY, f"the coordinator at {address} still holds the previous connection: {words}"

@@ -23,6 +23,7 @@ from protos import wire
 from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 
 DEADLINE = 30.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
+STATE_BYTES = 5000  # of the made-up shared state
 T = TypeVar("T")
 
 
@@ -177,6 +178,7 @@ def join_request(table: BucketTable | TableSchedule, **changes: Any) -> pb.JoinR
         "state_digest": "s0",
         "round": 0,
         "weight": 1,
+        "state_bytes": STATE_BYTES,
     }
     return pb.JoinRequest(**{**values, **changes})
 

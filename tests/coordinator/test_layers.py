@@ -21,6 +21,9 @@ BELOW = {  # what a package may import beside itself
     "bench": {"protos", "optim", "coordinator", "node", "deploy"},
 }
 PURE = (
+    "arrivals",
+    "events",
+    "ramp",
     "rounds",
     "roster",
     "leases",

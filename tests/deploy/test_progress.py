@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-import pytest
 from rich.console import Console
 
-from deploy.errors import UserError
-from deploy.progress import EventLog, Progress, all_of, round_line, sentence
+from deploy.progress import Progress, all_of, round_line, sentence
 from node import events
 
 ROUND = events.RoundDone(
@@ -147,27 +144,6 @@ def test_on_a_terminal_rounds_share_one_line() -> None:
     text = out.getvalue()
     assert "[red]hello" in text, "text of peers is not markup"
     assert text.count("\n") <= 3 and "round 10/10" in text and "round 2/10" in text
-
-
-def test_the_event_log_is_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "logs" / "events.jsonl"
-    with EventLog(path) as log:
-        for event in EVENTS:
-            log(event)
-        log(replace(ROUND, loss=math.nan))
-        values = [json.loads(line) for line in path.read_text().splitlines()]
-    log(EVENTS[0])  # after the end: ignored
-    assert [value["event"] for value in values[:-1]] == [type(event).__name__ for event in EVENTS]
-    assert values[4]["seconds"] == {"compute": 0.4, "exchange": 0.1}
-    assert values[4]["voters"] == ["node-0", "node-1", "node-2"]
-    assert values[11]["path"] == str(Path("saves/round-00000010"))
-    assert values[-1]["loss"] is None
-
-
-def test_an_event_log_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="events cannot be written"):
-        EventLog(tmp_path / "file" / "events.jsonl")
 
 
 def test_all_listeners_hear_everything() -> None:

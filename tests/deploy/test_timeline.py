@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.errors import UserError
-from deploy.progress import EventLog
+from deploy.event_log import EventLog
 from deploy.timeline import LOOKS, NodeLog, Panel, Round, draw, read, together
-from node.events import Joined, Notice, RoundDone
+from node.events import Joined, Notice, RoundDone, Started
 
 runner = CliRunner()
 SPANS = (
@@ -48,7 +48,7 @@ def done(number: int, began: float, spans: Any = SPANS) -> RoundDone:
 
 
 def log(path: Path, node: str, rounds: range, offset: float = 0.0) -> Path:
-    with EventLog(path) as tell:
+    with EventLog(path, node) as tell:
         tell(Notice("waiting"))
         tell(Joined(node, "there:1", False))
         for number in rounds:
@@ -69,6 +69,19 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"event": "RoundDo')  # the node is still writing
     assert read(path) == expected
+
+
+def test_a_node_that_was_started_again_goes_on_with_its_round(tmp_path: Path) -> None:
+    path = log(tmp_path / "one.jsonl", "reef", range(5))
+    with EventLog(path, "reef") as tell:
+        tell(Started("r", "signum", 1, 1, "cpu", 1, round=3))
+        tell(done(3, 2e9))
+    assert [(r.number, r.began) for r in read(path).rounds] == [
+        (0, 1e9),
+        (1, 1e9 + 1),
+        (2, 1e9 + 2),
+        (3, 2e9),
+    ]
 
 
 def test_the_same_rounds_of_all_nodes(tmp_path: Path) -> None:

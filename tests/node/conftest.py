@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from node.exchange.hub import HubExchange
 from tests.node.fake_hub import DEADLINE, FakeHub
-from tests.node.fleet import Fleet
 from tests.node.hub_rig import CLAIM, LIMITS, SMALL, TIMING, Make, tables
+
+if TYPE_CHECKING:
+    from tests.node.fleet import Fleet
 
 
 @pytest.fixture
@@ -41,6 +43,8 @@ def make(hub: FakeHub) -> Iterator[Make]:
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
     """Starts coordinators and nodes, and ends them all."""
+    from tests.node.fleet import Fleet  # and with it all of the coordinator, which few tests here need
+
     made = Fleet()
     yield made
     made.close()

@@ -87,8 +87,9 @@ class FakeHub:
     token: str = TOKEN
     run: pb.GetRunReply = field(default_factory=lambda: pb.GetRunReply(protocol=wire.PROTOCOL, run_file="x"))
     exchange: Callable[[ExchangeStream], Awaitable[None]] | None = None
-    put_state: Callable[[Any], Awaitable[bytes]] | None = None
-    get_state: Callable[[pb.StateHeader, Any], Awaitable[None]] | None = None
+    put_chunks: Callable[[Any], Awaitable[bytes]] | None = None
+    get_chunks: Callable[[pb.ChunksRequest, Any], Awaitable[None]] | None = None
+    get_results: Callable[[pb.ResultsRequest, ExchangeStream], Awaitable[None]] | None = None
     refuse_join: str = ""
     heartbeat_seconds: float = 5.0
 
@@ -161,8 +162,9 @@ class FakeHub:
             wire.BULK_SERVICE,
             {
                 "Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
-                "PutState": grpc.stream_unary_rpc_method_handler(self._put_state),
-                "GetState": grpc.unary_stream_rpc_method_handler(self._get_state),
+                "PutChunks": grpc.stream_unary_rpc_method_handler(self._put_chunks),
+                "GetChunks": grpc.unary_stream_rpc_method_handler(self._get_chunks),
+                "GetResults": grpc.unary_stream_rpc_method_handler(self._get_results),
             },
         )
         self._server.add_generic_rpc_handlers((control, bulk))
@@ -177,7 +179,8 @@ class FakeHub:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the invite's token is not this run's: ask")
         secret = str(metadata.get(wire.SESSION_KEY, ""))
         if session and secret not in self.known:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this session is unknown: join again")
+            text = f"{wire.SESSION_UNKNOWN}this session is unknown"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
         return secret
 
     async def _get_run(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunReply:
@@ -225,12 +228,17 @@ class FakeHub:
         assert self.exchange is not None
         await self.exchange(ExchangeStream(context))
 
-    async def _put_state(self, requests: Any, context: Any) -> bytes:
+    async def _put_chunks(self, requests: Any, context: Any) -> bytes:
         await self._admit(context)
-        assert self.put_state is not None
-        return await self.put_state(context)
+        assert self.put_chunks is not None
+        return await self.put_chunks(context)
 
-    async def _get_state(self, request: bytes, context: Any) -> None:
+    async def _get_chunks(self, request: bytes, context: Any) -> None:
         await self._admit(context)
-        assert self.get_state is not None
-        await self.get_state(pb.StateHeader.FromString(request), context)
+        assert self.get_chunks is not None
+        await self.get_chunks(pb.ChunksRequest.FromString(request), context)
+
+    async def _get_results(self, request: bytes, context: Any) -> None:
+        await self._admit(context)
+        assert self.get_results is not None
+        await self.get_results(pb.ResultsRequest.FromString(request), ExchangeStream(context))

@@ -100,6 +100,7 @@ def tiny_node(
             state_digest=state_digest(optimizer.shared_tensors()),
             round=0,
             weight=1,
+            state_bytes=sum(tensor.nbytes for tensor in optimizer.shared_tensors().values()),
         )
         admission = exchange.join(claim, optimizer.tables)
         on_event(Joined(admission.node, exchange.address, admission.needs_state))

@@ -38,6 +38,7 @@ CLAIM = Claim(
     state_digest="s0",
     round=0,
     weight=3,
+    state_bytes=1000,
 )
 Make = Callable[..., HubExchange]  # the fixture ``make``
 

@@ -86,10 +86,11 @@ class Member:
                 loaded=self.optimizer.loaded,
             ).round
         self.exchange = Remembering(invite, self.optimizer)
-        digest = state_digest(self.optimizer.shared_tensors())
+        shared = self.optimizer.shared_tensors()
+        digest, nbytes = state_digest(shared), sum(tensor.nbytes for tensor in shared.values())
         data = "tiny" if tiny else self._data.digest
         table = self.optimizer.tables.digest
-        claim = Claim(name, run.digest, table, data, "float32", digest, self._start, 1)
+        claim = Claim(name, run.digest, table, data, "float32", digest, self._start, 1, state_bytes=nbytes)
         self.admission = self.exchange.join(claim, self.optimizer.tables)
 
     def train(self, listen: Callable[[Event], None], *, last: int = -1, counted: int = -1) -> Summary:

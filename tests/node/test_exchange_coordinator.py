@@ -302,7 +302,8 @@ def test_hub_result_buffer_is_used_again(fleet: Fleet) -> None:
     coordinator = fleet.coordinator(run, tables)
     exchange = HubExchange(coordinator.invite, limits=LIMITS, timing=TIMING)
     try:
-        exchange.join(Claim("n", run.digest, tables.digest, "tiny", "float32", "state", 0, 1), tables)
+        claim = Claim("n", run.digest, tables.digest, "tiny", "float32", "state", 0, 1, state_bytes=1000)
+        exchange.join(claim, tables)
         addresses = set()
         for _ in range(3):
             order = exchange.next_order()

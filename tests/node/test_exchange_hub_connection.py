@@ -182,7 +182,73 @@ def test_coordinator_that_restarts_in_mid_round_gets_the_same_payload_again(hub:
     hub.joins.get(timeout=DEADLINE)
     again = hub.joins.get(timeout=DEADLINE)
     assert (again.round, again.state_digest, again.samples) == (7, "s7", 12)
+    assert (again.former, again.state_bytes) == ("secret-1", CLAIM.state_bytes)
+    assert (again.lease_round, again.lease_start, again.lease_count) == (7, 0, 4), "its work in hand"
     assert any("this session is unknown" in text and "joining again" in text for text in said)
+
+
+@pytest.mark.parametrize("lease", [{"lease_start": 4}, {"lease_count": 3}])
+def test_payload_is_not_sent_for_other_samples_and_the_new_order_is_computed_afresh(
+    hub: FakeHub, make: Make, lease: dict[str, int]
+) -> None:
+    arrived, uploads = threading.Event(), list[Upload]()
+
+    async def first(stream: ExchangeStream) -> None:
+        uploads.append(await stream.upload())
+        arrived.set()
+        await stream.context.read()
+
+    async def second(stream: ExchangeStream) -> None:
+        uploads.append(await stream.upload())
+        await stream.chunks(uploads[-1].payload)
+        await stream.commit(7, uploads[-1].payload)
+
+    def restart() -> None:
+        assert arrived.wait(DEADLINE)
+        hub.die()
+        hub.exchange = second
+        hub.start()
+        hub.sessions.get(timeout=DEADLINE)
+        hub.open_round(7, **lease)
+
+    hub.exchange = first
+    exchange = make()
+    thread = threading.Thread(target=restart)
+    thread.start()
+    with pytest.raises(RoundLost, match="round 8 is open to this node again, but for other samples"):
+        take_part(hub, exchange, pattern(SMALL), round_index=7)
+    thread.join(DEADLINE)
+    assert len(uploads) == 1
+    order = exchange.next_order()
+    assert isinstance(order, RoundOrder) and order.round == 7
+    exchange.reduce(order, pattern(SMALL, 1))
+    assert uploads[1].payload == pattern(SMALL, 1).numpy().tobytes()
+    hub.end_session()
+    hub.sessions.get(timeout=DEADLINE)
+    claims = [hub.joins.get(timeout=DEADLINE) for _ in range(3)]
+    held = [(claim.former, claim.lease_round, claim.lease_start, claim.lease_count) for claim in claims]
+    start, count = lease.get("lease_start", 0), lease.get("lease_count", 4)
+    assert held == [("", 0, 0, 0), ("secret-1", 7, 0, 4), ("secret-2", 7, start, count)]
+
+
+def test_work_that_has_come_to_its_end_is_not_claimed(hub: FakeHub, make: Make) -> None:
+    exchange = make()
+    hub.open_round(3)
+    exchange.next_order()
+    exchange.report(report(3, "s4"))
+    next_message(hub, "report")
+    hub.end_session()
+    hub.sessions.get(timeout=DEADLINE)
+    hub.joins.get(timeout=DEADLINE)
+    again = hub.joins.get(timeout=DEADLINE)
+    assert (again.round, again.lease_count) == (4, 0)
+    hub.open_round(4, result_ready=True)
+    hub.open_round(4, lease_count=0)
+    exchange.next_order()
+    exchange.next_order()
+    hub.end_session()
+    hub.sessions.get(timeout=DEADLINE)
+    assert hub.joins.get(timeout=DEADLINE).lease_count == 0
 
 
 @pytest.mark.parametrize("voters", [["node-0", "node-7"], ["node-7"]])
@@ -234,7 +300,7 @@ def test_round_that_went_on_without_a_node_that_was_cut_off_is_lost_not_fatal(
         hub.die()
         hub.start()
         hub.sessions.get(timeout=DEADLINE)
-        hub.send(pb.CoordinatorMessage(load_state=pb.LoadState(transfer="t", round=9)))
+        hub.send(pb.CoordinatorMessage(load_state=pb.LoadState(snapshot="t", round=9)))
 
     hub.exchange = script
     exchange = make()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from node.exchange.base import ExchangeError, LoadOrder, RoundOrder, RoundResult, StopOrder
 from node.exchange.meter import MESSAGE_PREFIX_BYTES
-from node.exchange.news import LaneSession, SessionNews
+from node.exchange.news import LaneSession, Opened, SessionNews
 from node.exchange.trouble import RoundLost
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -163,7 +163,7 @@ def test_lanes_lose_the_round_together_when_the_coordinator_has_something_else(
     hub.die()
     hub.start()
     hub.sessions.get(timeout=DEADLINE)
-    hub.send(pb.CoordinatorMessage(load_state=pb.LoadState(transfer="t", round=9)))
+    hub.send(pb.CoordinatorMessage(load_state=pb.LoadState(snapshot="t", round=9)))
     for end in ends:
         with pytest.raises(RoundLost, match="round 8 went on without this node"):
             end()
@@ -241,7 +241,7 @@ def test_closed_lane_says_so(hub: FakeHub, island: Island) -> None:
 # ------------------------------------------------------------------------------ what a lane knows by news
 
 ORDER = RoundOrder(4, 2, ("node-0",), 0, 4, False, False, generation=3)
-NOW = SessionNews("s3", "node-0", 3, connected=True, ordered=True, opened=(1, 1))
+NOW = SessionNews("s3", "node-0", 3, connected=True, ordered=True, opened=Opened(1, 1, 0, 4, False))
 
 
 def told(*news: SessionNews, again: bool = False) -> RoundOrder:
@@ -268,12 +268,19 @@ def test_order_that_is_known_before_its_stream_waits_for_the_news() -> None:
 
 def test_order_of_an_earlier_stream_is_confirmed_by_the_first_of_the_present_one() -> None:
     empty = replace(NOW, generation=4, ordered=False, opened=None)
-    confirmed = told(empty, replace(empty, ordered=True, opened=(4, 7)))
+    confirmed = told(empty, replace(empty, ordered=True, opened=Opened(4, 7, 0, 4, False)))
     assert (confirmed.round, confirmed.epoch, confirmed.generation) == (4, 7, 4)
-    assert told(NOW, replace(NOW, generation=4, opened=(4, 8)), again=True).epoch == 8
-    for other in (None, (5, 7)):
+    decided = Opened(4, 8, 0, 0, True)
+    assert told(NOW, replace(NOW, generation=4, opened=decided), again=True).epoch == 8
+    for other in (None, Opened(5, 7, 0, 4, False)):
         with pytest.raises(RoundLost, match="round 5 went on without this node"):
             told(replace(empty, ordered=True, opened=other))
+
+
+@pytest.mark.parametrize("lease", [(4, 4), (0, 3), (0, 0)])
+def test_lane_does_not_send_for_other_samples(lease: tuple[int, int]) -> None:
+    with pytest.raises(RoundLost, match="round 5 is open to this node again, but for other samples"):
+        told(NOW, replace(NOW, generation=4, opened=Opened(4, 8, *lease, False)), again=True)
 
 
 def test_session_that_failed_offers_nothing_again() -> None:
@@ -303,7 +310,7 @@ def test_failure_of_the_news_halts_and_keeps_the_first_reason() -> None:
         generation=st.integers(0, 1 << 40),
         connected=st.booleans(),
         ordered=st.booleans(),
-        opened=st.none() | st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40)),
+        opened=st.none() | st.builds(Opened, *[st.integers(0, 1 << 40)] * 4, st.booleans()),
         halted=st.booleans(),
         failure=st.text(max_size=200),
     )
@@ -317,8 +324,9 @@ def test_news_survive_their_way(news: SessionNews) -> None:
     [
         ({"secret": 1}, "secret of a session cannot be of the type int"),
         ({"generation": True}, "generation of a session cannot be of the type bool"),
-        ({"opened": [1]}, "no pair of numbers"),
-        ({"opened": [1, "2"]}, "no pair of numbers"),
+        ({"opened": [1]}, "opened of a session cannot be of the type list"),
+        ({"opened": {"round": 1}}, "this is no opened round"),
+        ({"opened": {**asdict(Opened(1, 1, 0, 4, False)), "lease_start": "0"}}, "this is no opened round"),
         ({"more": 1}, "news of a session have the fields secret, node"),
     ],
 )

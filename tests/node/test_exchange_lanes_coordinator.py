@@ -27,7 +27,7 @@ from tests.node.tiny import run_file
 
 RUN = run_file(8, nodes=2)
 TABLES = tiny_tables(RUN)
-CLAIM = Claim("single", RUN.digest, TABLES.digest, "data", "float32", "start", 0, 1)
+CLAIM = Claim("single", RUN.digest, TABLES.digest, "data", "float32", "start", 0, 1, state_bytes=1000)
 
 
 def parts() -> list[set[str]]:

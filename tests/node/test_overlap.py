@@ -106,12 +106,16 @@ def test_round_lost_during_the_overlap_is_told_as_missed() -> None:
     assert [name for name, _, _ in optimizer_of(node).calls] == ["step", "step", "propose", "step", "step"]
 
 
-def test_interrupt_during_the_overlap_ends_the_run_after_the_round() -> None:
-    model = Watched(STEPS, lambda: node.worker.interrupt())
-    node = local_node(9, model=model, send_after=2)
+@pytest.mark.parametrize("at", [1, 3])
+def test_interrupt_ends_the_run_after_the_micro_step_before_and_during_the_overlap(
+    tmp_path: Path, at: int
+) -> None:
+    model = Watched(at, lambda: node.worker.interrupt())
+    node = local_node(9, model=model, send_after=2, saving=Saving(tmp_path))
     summary = node.run()
-    assert (summary.round, summary.reason) == (1, "interrupted by its user")
-    assert model.calls == STEPS
+    assert (summary.round, summary.reason) == (0, "interrupted by its user")
+    assert model.calls == at
+    assert find(tmp_path).name == "round-00000000"
 
 
 def test_interrupted_wait_of_an_overlap_ends_at_once_and_saves(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.base import DonateOrder, ExchangeError, LoadOrder, Order, RoundOrder, StopOrder
+from node.exchange.base import DonateOrder, ExchangeError, LoadOrder, Order, ReplayOrder, RoundOrder, StopOrder
 from node.exchange.order_json import MAX_ORDER_BYTES, order_from_json, order_to_json
 from node.island.broadcast import Receiver, Sender
 from node.island.ranks import IslandRanks
@@ -46,8 +46,9 @@ orders = st.one_of(
         st.booleans(),
         numbers,
     ),
-    st.builds(DonateOrder, st.text(), numbers),
-    st.builds(LoadOrder, st.text(), numbers),
+    st.builds(DonateOrder, st.text(), numbers, numbers, numbers),
+    st.builds(LoadOrder, st.text(), numbers, numbers),
+    st.builds(ReplayOrder, numbers, numbers, numbers),
     st.builds(StopOrder, st.booleans(), st.text(), st.booleans()),
 )
 
@@ -139,7 +140,8 @@ def test_all_ranks_get_the_leaders_orders_in_turn_and_the_store_keeps_none(islan
     given = [
         ROUND,
         LoadOrder("t", 4),
-        DonateOrder("u", 4),
+        DonateOrder("u", 4, 0, 2),
+        ReplayOrder(2, 2),
         *(replace(ROUND, round=r) for r in range(9)),
         STOP,
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from node.exchange.base import (
     DonateOrder,
     LoadOrder,
     Order,
+    ReplayOrder,
     RoundOrder,
     RoundResult,
     StopOrder,
@@ -21,11 +22,14 @@ from node.exchange.base import (
 )
 from node.exchange.filling import Filling
 from node.exchange.local import LocalExchange
+from node.exchange.spool import Spool
+from node.exchange.tensor_bytes import Row, byte_view, total_bytes
 from node.worker import Worker
 from optim.methods import build_method
 from optim.round_optimizer import RoundOptimizer
 from optim.schedules import factor
 from protos.runfile import RunFile
+from protos.snapshots import chunks
 
 VOCAB, CONTEXT, BATCH = 16, 4, 3
 DEADLINE = 60.0
@@ -92,7 +96,10 @@ def run_file(
 
 
 class ScriptedExchange:
-    """Gives the orders of a list; results and state come from the test."""
+    """Gives the orders of a list; results and snapshots come from the test.
+
+    ``states`` has the tensors and the announced digest of a snapshot, or what its transfer comes to instead.
+    """
 
     def __init__(
         self, orders: Sequence[Order], results: Mapping[int, torch.Tensor | Exception | None]
@@ -102,7 +109,8 @@ class ScriptedExchange:
         self.states: dict[str, tuple[dict[str, torch.Tensor], str] | Exception] = {}
         self.contributions: list[tuple[int, torch.Tensor | None, str]] = []
         self.reports: list[WorkReport] = []
-        self.donated: list[tuple[DonateOrder, str]] = []
+        self.donated: list[tuple[DonateOrder, str, bytes]] = []
+        self.replays: list[ReplayOrder] = []
         self.readies: list[tuple[int, str]] = []
 
     def next_order(self) -> Order:
@@ -126,19 +134,32 @@ class ScriptedExchange:
     def report(self, report: WorkReport) -> None:
         self.reports.append(report)
 
-    def donate(self, order: DonateOrder, tensors: Mapping[str, torch.Tensor], state_digest: str) -> None:
-        failure = self.states.get(order.transfer)
-        if isinstance(failure, Exception):
-            raise failure
-        self.donated.append((order, state_digest))
+    def replay(self, order: ReplayOrder) -> Generator[RoundResult, None, None]:
+        self.replays.append(order)
+        for round_index in range(order.first, order.first + order.count):
+            result = self._results[round_index]
+            if isinstance(result, Exception):
+                raise result
+            voters = () if result is None else ("node-1",)
+            yield RoundResult(round_index, result, voters, (1,) * len(voters), False, math.nan, "scripted")
 
-    def load(self, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> str:
-        state = self.states[order.transfer]
+    def donate(self, order: DonateOrder, spool: Spool, done: Callable[[str], None]) -> None:
+        data = bytearray(spool.nbytes)
+        spool.read(spool.start, memoryview(data))
+        spool.close()
+        self.donated.append((order, spool.state_digest, bytes(data)))
+        failure = self.states.get(order.snapshot)
+        done(str(failure) if isinstance(failure, Exception) else "")
+
+    def download(self, order: LoadOrder, rows: Sequence[Row]) -> Spool:
+        state = self.states[order.snapshot]
         if isinstance(state, Exception):
             raise state
-        for name, tensor in tensors.items():
-            tensor.copy_(state[0][name])
-        return state[1]
+        tensors, digest = state
+        spool = Spool(rows, 0, chunks(total_bytes(rows)), state_digest=digest)
+        data = b"".join(bytes(byte_view(tensors[row.name])) for row in rows)
+        spool.write(0, memoryview(data))
+        return spool
 
     def ready(self, round_index: int, state_digest: str) -> None:
         self.readies.append((round_index, state_digest))

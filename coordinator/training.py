@@ -1,0 +1,199 @@
+"""One round after the other: its opening, its orders, its entry in the journal, and its close."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from coordinator.active_round import ActiveRound, Pool, Reducing
+from coordinator.arrivals import Deadlines
+from coordinator.events import RoundCommitted, RoundOpened
+from coordinator.journal import Done
+from coordinator.member import Member
+from coordinator.nodes import Node
+from coordinator.ramp import ramp
+from coordinator.record import round_record
+from coordinator.reducer import Slab
+from coordinator.rounds import State, Verdict, evaluates, evaluator, worth_waiting
+from optim.aggregate import ReducerMemory, TallyFunction
+from protos.atoll_pb2 import CoordinatorMessage, RoundOpen
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
+
+
+class Training:
+    """The rounds of a run.
+
+    Args:
+        run: whose members are in them.
+        pool: for CPU work.
+        tally: the majority function.
+
+    Attributes:
+        active: the round in flight.
+        memory: what the reducer carries from round to round.
+        deadlines: how long rounds wait behind their first contribution.
+    """
+
+    def __init__(self, run: Run, pool: Pool, tally: TallyFunction) -> None:
+        self._run = run
+        self.active: ActiveRound | None = None
+        self.memory = ReducerMemory()
+        self.deadlines = Deadlines(run.plan.policy.deadline)
+        self._slab = Slab(run.tables.nbytes)
+        self._reducing = {
+            table.digest: Reducing.of(table, memory=self.memory, tally=tally, pool=pool)
+            for table in run.tables.tables
+        }
+        self._evaluator: str | None = None  # of the round in flight, or of the last one
+        self._frontier = 0  # no sample from there on is leased in the round in flight
+        self._newcomers: tuple[str, ...] = ()  # who take part for the first time
+
+    def seated(self, nodes: Sequence[Node]) -> None:
+        """These have become members since the last round."""
+        self._newcomers = tuple(node.node for node in nodes)
+
+    def open(self) -> None:
+        """Open the next round with the members of the roster."""
+        run, table = self._run, self._run.tables.of(self._run.round)
+        plan, roster = run.plan, run.registry.roster
+        members, frontier = [], run.leases.frontier
+        for node_id, row in zip(roster.members, self._slab.rows(len(roster)), strict=True):
+            node = run.registry.nodes[node_id]
+            if node.position < run.round:
+                node.state = "lagging"
+            state = State.LAGGING if node.state == "lagging" else State.EXPECTED
+            share = (1, 1)
+            if node.since is not None:
+                share = ramp(run.round - node.since, plan.momentum, plan.local_steps // plan.fragments)
+            members.append(Member(node_id, node.weight, row[: table.nbytes], state, share=share))
+            frontier += plan.samples(run.round, node.batch)
+        self._frontier = frontier
+        wait = self.deadlines.opened(self._exceptional())
+        self._newcomers = ()
+        self._evaluator = None
+        if evaluates(run.round, plan.rounds, plan.evaluate_every):
+            candidates = [member.node for member in members if member.state is State.EXPECTED]
+            self._evaluator = evaluator(run.round, plan.evaluate_every, candidates)
+        active = ActiveRound(
+            run.round,
+            roster.epoch,
+            members,
+            policy=replace(plan.policy, deadline=wait.seconds),
+            reducing=self._reducing[table.digest],
+            timer=run.timer,
+            on_close=self._closed,
+            keep=self._keep,
+        )
+        self.active = active
+        lagging = tuple(member.node for member in members if member.state is State.LAGGING)
+        run.tell(RoundOpened(run.round, roster.epoch, roster.members, lagging, wait.seconds, wait.reason))
+        for member in members:
+            self.order(run.registry.get(member.node))
+        if self.active is active:
+            active.begin()
+
+    def _exceptional(self) -> str:
+        """Why somebody will come late in the round that opens, if that is known."""
+        run = self._run
+        if self._evaluator is not None:
+            return f"{self._evaluator} evaluates after the last round"
+        if self._newcomers:
+            return f"{', '.join(self._newcomers)} take part for the first time"
+        if run.round and run.plan.samples(run.round) != run.plan.samples(run.round - 1):
+            return f"round {run.round + 1} has other steps than the one before"
+        if run.leases.returned:
+            return "returned samples make leases of unlike length"
+        return ""
+
+    def order(self, node: Node | None) -> None:
+        """Send a member the next RoundOpen that it can act on, unless it has it already."""
+        run, active = self._run, self.active
+        roster = run.registry.roster
+        if node is None or not node.in_session or node.opened >= node.position or node.node not in roster:
+            return
+        position = node.position
+        order = RoundOpen(round=position, epoch=roster.epoch, members=roster.members, frontier=self._frontier)
+        if position < run.round:
+            order.result_ready = True
+        elif position == run.round and active is not None and node.node in active.members:
+            held = run.leases.held_by(node.node, position)
+            lease = held or run.leases.take(node.node, position, run.plan.samples(position, node.batch))
+            order.lease_start, order.lease_count = lease.start, lease.count
+            active.members[node.node].samples = lease.count
+            order.evaluate = node.node == self._evaluator
+        else:
+            return
+        node.opened = position
+        run.send(node, CoordinatorMessage(round_open=order))
+        again = worth_waiting(position, node.silent_at, node.silent_streak)
+        if again and active is not None and position == active.round:
+            active.expect(node.node)
+
+    def returned(self, node: Node) -> bool:
+        """Give a member that was cut off for a moment its seat in the round in flight again."""
+        round_index = self._run.round
+        if self.active is None or node.held != round_index or not self.active.returned(node.node):
+            return False
+        node.position = node.first_round = round_index
+        node.opened, node.state = round_index - 1, "active"
+        self.order(node)
+        return True
+
+    def _keep(self, active: ActiveRound, done: Done) -> None:
+        """Make a round last before its commit is announced."""
+        run = self._run
+        trained = run.leases.settle(active.round, active.result.voters)
+        record = round_record(active.result, trained, run.leases, run.wall())
+        run.journal.commit(record, active.result.payload, self.memory.arrays() or None, done)
+
+    def _closed(self, active: ActiveRound, verdict: Verdict) -> None:
+        if self.active is not active:
+            return  # the run has ended meanwhile
+        self.active = None
+        run, result, now = self._run, active.result, self._run.now()
+        if verdict.action == "fail":
+            if active.settled:  # and could not be kept
+                run.suspend(verdict.reason)
+            elif any(member.live for member in active.members.values()):
+                run.fail(verdict.reason)
+            else:
+                run.leases.settle(active.round, ())
+                run.registry.dissolve()
+                run.gathering.regroup()
+            return
+        run.results.put(result)
+        run.registry.settle(active, verdict)
+        run.round = active.round + 1
+        shares = [share for share in result.agreement().values() if not math.isnan(share)]
+        agreement = sum(shares) / len(shares) if shares else math.nan
+        run.history.committed(active.round, [node.node for node in run.registry.members()], agreement)
+        self.deadlines.committed(active.round, active.opened_at, active.whole_at, active.missing)
+        first = active.opened_at if active.first_at is None else active.first_at
+        run.on_commit(now - active.opened_at, now - first)
+        run.tell(
+            RoundCommitted(
+                round=active.round,
+                epoch=active.epoch,
+                voters=result.voters,
+                silent=verdict.silent,
+                reason=verdict.reason,
+                seconds=now - active.opened_at,
+                after_first=now - first,
+                nbytes=result.facts.nbytes,
+                agreement=agreement,
+                weights=tuple(result.facts.weights),
+            )
+        )
+        run.between_rounds()
+
+    def last_evaluator(self) -> Node | None:
+        """Who has to evaluate the final state because the one that was ordered to cannot."""
+        run = self._run
+        holders = [node for node in run.registry.in_session() if node.position == run.round]
+        if any(node.node == self._evaluator for node in holders):
+            return None
+        return holders[0] if holders else None

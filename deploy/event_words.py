@@ -1,0 +1,85 @@
+"""Events of all processes in words, one line each."""
+
+from __future__ import annotations
+
+import math
+
+from coordinator import events
+from deploy import progress
+from deploy.event_log import Event, EventsLost
+from deploy.table import number, peer, percent
+from protos.units import format_bytes, format_duration
+
+
+def sentence(event: Event) -> str:
+    """``event`` in words."""
+    if isinstance(event, EventsLost):
+        return f"{event.count} events before this one could not be written"
+    return _of_coordinator(event) if isinstance(event, events.Event) else progress.sentence(event)
+
+
+def _of_coordinator(event: events.Event) -> str:
+    if isinstance(event, events.RunBegun):
+        return (
+            f"{event.run} ({event.method}) begins at round {event.round + 1}/{event.rounds} with "
+            f"{names(event.nodes)}: {event.reason}"
+        )
+    if isinstance(event, events.RunResumed):
+        return (
+            f"{event.run} ({event.method}) goes on at round {event.round + 1}/{event.rounds}, waiting for "
+            f"{names(event.members)}: {event.reason}"
+        )
+    if isinstance(event, (events.NodeJoined, events.NodeRejoined)):
+        again = " again" if isinstance(event, events.NodeRejoined) else ""
+        return (
+            f"{event.node} ({event.name}) has joined{again} from {peer(event.address)} with the state after "
+            f"round {event.round}"
+        )
+    if isinstance(event, events.NodeLeft):
+        return f"{event.node} ({event.name}) {'has left' if event.cleanly else 'is gone'}: {event.reason}"
+    if isinstance(event, events.NodeReported):
+        text = f"{event.node} reports round {event.round + 1}: loss {number(event.loss)}"
+        if event.validation_loss is not None:
+            text += f", validation {number(event.validation_loss)}"
+        return text
+    if isinstance(event, (events.RoundOpened, events.RoundCommitted)):
+        return _round(event)
+    if isinstance(event, events.CatchUpPlanned):
+        cost = f", {format_bytes(event.nbytes)}" if event.nbytes else ""
+        return f"{event.node} catches up to round {event.round} ({event.action}{cost}): {event.reason}"
+    if isinstance(event, (events.SnapshotBegun, events.SnapshotComplete, events.SnapshotFailed)):
+        return _snapshot(event)
+    if isinstance(event, events.NodeDeviated):
+        return (
+            f"{event.node} deviated in round {event.round + 1}, time {event.times}: {event.reason}; it loads "
+            "the common state"
+        )
+    if isinstance(event, events.DigestAgreed):
+        return f"all agree on the state after round {event.round + 1}: {event.digest}"
+    if isinstance(event, events.JournalTrouble):
+        return f"journal: {event.text}{'; the run cannot go on' if event.fatal else ''}"
+    return f"{event.phase} after {event.round} rounds: {event.reason}"
+
+
+def _round(event: events.RoundOpened | events.RoundCommitted) -> str:
+    if isinstance(event, events.RoundOpened):
+        lagging = f", not waiting for {names(event.lagging)}" if event.lagging else ""
+        return f"round {event.round + 1} opens with {names(event.members)}{lagging}; {event.waits}"
+    text = f"round {event.round + 1} committed after {format_duration(event.seconds)}: {event.reason}"
+    return text + (f", agreement {percent(event.agreement)}" if math.isfinite(event.agreement) else "")
+
+
+def _snapshot(event: events.SnapshotBegun | events.SnapshotComplete | events.SnapshotFailed) -> str:
+    what = f"snapshot {event.snapshot} of the state after round {event.round}"
+    if isinstance(event, events.SnapshotFailed):
+        return f"{what} failed: {event.reason}"
+    if isinstance(event, events.SnapshotComplete):
+        return f"{what} is complete: {format_bytes(event.nbytes)} in {format_duration(event.seconds)}"
+    return f"{what} begins: {format_bytes(event.nbytes)} from {names(event.donors)}"
+
+
+def names(nodes: tuple[str, ...]) -> str:
+    """Some nodes, in words."""
+    if not nodes:
+        return "nobody"
+    return ", ".join(nodes) if len(nodes) <= 8 else f"{', '.join(nodes[:8])} and {len(nodes) - 8} more"

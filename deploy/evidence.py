@@ -1,0 +1,120 @@
+"""What `atoll doctor` looks at: the status of a run, a coordinator's journal, logs of events."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from coordinator.journal import RoundRecord
+from coordinator.journal_errors import damaged
+from coordinator.journal_folder import DATABASE
+from coordinator.journal_tables import FORMAT, Tables
+from deploy.errors import UserError
+from deploy.moments import Moment, read_moments
+from deploy.status import StatusClient
+from protos import atoll_pb2 as pb
+from protos.invite import SCHEME, Invite
+
+RECENT: Final = 64  # rounds of a journal that are looked at
+
+
+@dataclass(frozen=True)
+class JournalFacts:
+    """What a journal tells without being used.
+
+    Attributes:
+        folder: of it.
+        free, used: bytes on its disk, and in the folder.
+        rounds: the last ones, oldest first.
+        kept: first and one past the last of each range of rounds whose results are there.
+        lost: rounds whose results were damaged.
+        skips: (first, end) of rounds that the nodes had and this journal has not.
+        ended: whether the run is done.
+    """
+
+    folder: Path
+    free: int
+    used: int
+    rounds: tuple[RoundRecord, ...] = ()
+    kept: tuple[tuple[int, int], ...] = ()
+    lost: tuple[int, ...] = ()
+    skips: tuple[tuple[int, int], ...] = ()
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of one run; empty where nothing was given."""
+
+    status: pb.StatusReply | None = None
+    moments: Sequence[Moment] = ()
+    journals: Sequence[JournalFacts] = field(default_factory=tuple)
+
+
+def gather(sources: Sequence[str], note: Callable[[str], None]) -> Evidence:
+    """Look at invites (``atoll://…``), folders of journals, and logs of events.
+
+    Raises:
+        InviteError, StatusError: of an invite.
+        JournalError: a journal is damaged.
+        UserError: a folder is no journal, a file no log, or several runs are asked for.
+        OSError: a file cannot be read.
+    """
+    invites = [text for text in sources if text.lower().startswith(f"{SCHEME}://")]
+    paths = [Path(text) for text in sources if not text.lower().startswith(f"{SCHEME}://")]
+    if len(invites) > 1:
+        raise UserError("one run at a time: give one invite")
+    status = None
+    if invites:
+        with StatusClient(Invite.parse(invites[0])) as client:
+            status = client.fetch()
+    journals = tuple(journal_facts(path) for path in paths if path.is_dir())
+    logs = [path for path in paths if not path.is_dir()]
+    return Evidence(status, read_moments(logs, note), journals)
+
+
+def journal_facts(folder: Path) -> JournalFacts:
+    """Read a journal, also one that a coordinator is using.
+
+    Raises:
+        JournalError: it is damaged.
+        UserError: there is none, or it is of a newer version.
+    """
+    database = folder / DATABASE
+    if not database.is_file():
+        raise UserError(f"{folder} is no journal of a coordinator: there is no {DATABASE} in it")
+    try:
+        with closing(Tables(database, read_only=True)) as tables:
+            return _read(folder, tables)
+    except sqlite3.DatabaseError as error:
+        raise damaged(folder, str(error)) from error
+
+
+def _read(folder: Path, tables: Tables) -> JournalFacts:
+    facts = tables.meta() if tables.created else {}
+    if int(facts.get("format", 0)) > FORMAT:
+        raise UserError(
+            f"the journal in {folder} has format {facts['format']}, this Atoll knows format {FORMAT}: ask "
+            "the version that wrote it"
+        )
+    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free
+    if not facts:
+        return JournalFacts(folder, free, used)
+    last = tables.last_round()
+    recent = [] if last is None else [tables.round(i) for i in range(max(0, last + 1 - RECENT), last + 1)]
+    return JournalFacts(
+        folder,
+        free,
+        used,
+        rounds=tuple(row.record for row in recent if row is not None),
+        kept=tuple(tables.kept()),
+        lost=tuple(row.record.round for row in recent if row is not None and row.lost),
+        skips=tuple((first, end) for first, end, _ in tables.skips()),
+        ended="ended" in facts,
+    )

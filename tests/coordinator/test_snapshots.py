@@ -1,0 +1,491 @@
+"""Snapshots: put together from several donors, checked, kept, read; and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from coordinator.chunk_store import ChunkStore, FileChunkStore, MemoryChunkStore
+from coordinator.partial_snapshot import Upload
+from coordinator.refusal import Refused
+from coordinator.snapshots import PAUSES, Snapshot, Snapshots
+from protos import atoll_pb2 as pb
+from protos.digests import combine, tensor_digest
+from protos.snapshots import chunk_range
+from protos.wire import CHUNK, CHUNK_BYTES, END, HEADER, decode_frame, encode_frame
+from tests.coordinator.coordinator_rig import HeldPool, InlinePool, VirtualTimer, soon
+
+STALL = 60.0
+
+
+@dataclass
+class State:
+    """A shared state as its nodes hold it."""
+
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    data: bytes
+
+    @classmethod
+    def of(cls, seed: int = 0, rows: int = 900_000) -> State:
+        """Five chunks: float32[rows], bfloat16[5, 7], a scalar, and an empty tensor."""
+        tensors = [
+            ("a", "float32", (rows,)),
+            ("b", "bfloat16", (5, 7)),
+            ("c", "int64", ()),
+            ("d", "float32", (0, 3)),
+        ]
+        nbytes = 4 * rows + 70 + 8
+        return cls(tensors, (bytes([seed]) + bytes(range(256)) * (nbytes // 256 + 1))[:nbytes])
+
+    @property
+    def digest(self) -> str:
+        digests, place = {}, 0
+        for name, dtype, shape in self.tensors:
+            size = {"float32": 4, "bfloat16": 2, "int64": 8}[dtype]
+            for extent in shape:
+                size *= extent
+            digests[name] = tensor_digest(name, dtype, shape, self.data[place : place + size])
+            place += size
+        return combine(digests)
+
+    def header(self, order: pb.Donate, **changes: Any) -> bytes:
+        values: dict[str, Any] = {
+            "snapshot": order.snapshot,
+            "round": order.round,
+            "state_digest": self.digest,
+            "nbytes": len(self.data),
+            "tensors": [
+                pb.StateTensor(name=name, dtype=kind, shape=size) for name, kind, size in self.tensors
+            ],
+            "first": order.first,
+            "count": order.count,
+        }
+        return encode_frame(HEADER, pb.ChunksHeader(**{**values, **changes}).SerializeToString())
+
+    def frames(self, order: pb.Donate, size: int = CHUNK_BYTES, **changes: Any) -> list[bytes]:
+        start, stop = chunk_range(len(self.data), order.first, order.count)
+        digests = [
+            xxhash.xxh3_128_digest(self.data[slice(*chunk_range(len(self.data), index, 1))])
+            for index in range(order.first, order.first + order.count)
+        ]
+        return [
+            self.header(order, **changes),
+            *(
+                encode_frame(CHUNK, self.data[at : min(at + size, stop)], offset=at)
+                for at in range(start, stop, size)
+            ),
+            end_frame(digests),
+        ]
+
+
+def end_frame(digests: Sequence[bytes]) -> bytes:
+    return encode_frame(END, pb.ChunksEnd(digests=digests).SerializeToString())
+
+
+STATE = State.of()
+
+
+@dataclass
+class Case:
+    """Snapshots on a virtual clock."""
+
+    store: ChunkStore = field(default_factory=MemoryChunkStore)
+    pool: Any = field(default_factory=InlinePool)
+    agreed: dict[int, str] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.timer = VirtualTimer()
+        self.ended: list[tuple[Snapshot | None, str]] = []
+        self.snapshots = self.open()
+
+    def open(self) -> Snapshots:
+        return Snapshots(
+            self.store,
+            pool=self.pool,
+            now=self.timer.now,
+            stall=STALL,
+            agreed=lambda round_index: self.agreed.get(round_index, ""),
+            on_end=lambda snapshot, reason: self.ended.append((snapshot, reason)),
+            moved_at=lambda node: self.moved.get(node, float("-inf")),
+        )
+
+    def begin(self, round_index: int = 5, donors: Sequence[str] = ("x", "y"), state: State = STATE) -> Any:
+        return dict(self.snapshots.begin(round_index, len(state.data), donors))
+
+    async def feed(self, node: str, frames: Sequence[bytes]) -> tuple[Upload, bool]:
+        upload = self.snapshots.upload(node, frames[0])
+        done = False
+        for frame in frames:
+            done = await soon(upload.feed(frame))
+        return upload, done
+
+    async def make(self, round_index: int, state: State = STATE, donors: Sequence[str] = ("x",)) -> Snapshot:
+        for node, order in self.begin(round_index, donors, state).items():
+            await self.feed(node, state.frames(order))
+        snapshot, _ = self.ended[-1]
+        assert snapshot is not None
+        return snapshot
+
+    async def fails(self, reason: str) -> None:
+        """The snapshot has failed and nothing is left of it."""
+        ((snapshot, why),) = self.ended
+        assert snapshot is None and reason in why, why
+        assert self.snapshots.gathering is None and not self.snapshots.kept
+        assert not self.store.kept()
+
+
+async def read(snapshots: Snapshots, name: str, first: int = 0, count: int = 0) -> tuple[pb.Manifest, bytes]:
+    manifest, data = pb.Manifest(), b""
+    frames = snapshots.read(pb.ChunksRequest(snapshot=name, first=first, count=count))
+    kinds = []
+    async for message in frames:
+        frame = decode_frame(message)
+        kinds.append(frame.kind)
+        if frame.kind == HEADER:
+            manifest = pb.Manifest.FromString(bytes(frame.body))
+        elif frame.kind == CHUNK:
+            assert frame.offset == chunk_range(manifest.nbytes, first, 1)[0] + len(data)
+            data += frame.body
+    assert kinds[0] == HEADER and kinds[-1] == END
+    return manifest, data
+
+
+@pytest.mark.parametrize("donors", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [CHUNK_BYTES, 700_001])
+async def test_donors_put_a_snapshot_together(donors: int, size: int) -> None:
+    case = Case(agreed={5: STATE.digest})
+    orders = case.begin(5, [f"d{index}" for index in range(donors)])
+    assert len(orders) == min(donors, 4)
+    uploads = [case.feed(node, STATE.frames(order, size)) for node, order in reversed(list(orders.items()))]
+    for upload, done in await asyncio.gather(*uploads):
+        assert done and upload.count == orders[upload.node].count
+    ((snapshot, reason),) = case.ended
+    assert snapshot is not None and case.snapshots.kept == [snapshot]
+    assert reason.startswith("the state after 5 rounds is kept: ")
+    assert (snapshot.round, snapshot.nbytes, snapshot.state_digest) == (5, len(STATE.data), STATE.digest)
+    manifest, data = await read(case.snapshots, snapshot.id)
+    assert data == STATE.data
+    assert manifest.digests == [
+        xxhash.xxh3_128_digest(STATE.data[slice(*chunk_range(len(data), index, 1))]) for index in range(4)
+    ]
+    assert [(row.name, row.dtype, tuple(row.shape)) for row in manifest.tensors] == STATE.tensors
+
+
+async def test_a_download_goes_on_from_any_chunk() -> None:
+    case = Case()
+    snapshot = await case.make(5)
+    for first, count, stop in ((2, 0, 4), (1, 2, 3), (4, 0, 4), (3, 1, 4)):
+        _, data = await read(case.snapshots, snapshot.id, first, count)
+        assert data == STATE.data[first * CHUNK_BYTES : stop * CHUNK_BYTES]
+    for first, count in ((5, 0), (0, 5), (4, 1), (1 << 63, 1 << 63)):
+        with pytest.raises(Refused, match="has 4 chunks"):
+            case.snapshots.read(pb.ChunksRequest(snapshot=snapshot.id, first=first, count=count))
+    with pytest.raises(Refused) as refused:
+        case.snapshots.open("another")
+    assert refused.value.code == "NOT_FOUND"
+
+
+async def test_without_donors_there_is_nothing_to_wait_for() -> None:
+    case = Case()
+    assert case.snapshots.begin(5, 100, []) == []
+    assert case.snapshots.begin(5, 0, ["x"]) == []
+    assert case.snapshots.gathering is None
+    case.begin()
+    with pytest.raises(RuntimeError):
+        case.begin()
+
+
+BAD_HEADERS: list[tuple[dict[str, Any], str]] = [
+    ({"round": 4}, "of round 4"),
+    ({"nbytes": len(STATE.data) + 1}, "asked for were"),
+    ({"first": 1}, "asked for were"),
+    ({"count": 1}, "asked for were"),
+    ({"state_digest": ""}, "must name the digest"),
+    ({"state_digest": "0" * 32}, "the nodes agreed on"),
+    ({"tensors": []}, "the tensors have 0 bytes"),
+    ({"tensors": [pb.StateTensor(name="a", dtype="float32", shape=[1 << 63] * 3)]}, "the tensors have"),
+    ({"tensors": [pb.StateTensor(name="a", dtype="float32", shape=[1] * 99)]}, "99 dimensions"),
+    ({"tensors": [pb.StateTensor(name="a", dtype="object", shape=[1])]}, "cannot digest dtype 'object'"),
+    ({"tensors": [pb.StateTensor(name="a", dtype="bool", shape=[1])] * 2}, "sort by name"),
+    ({"tensors": [pb.StateTensor(name="a" * ((1 << 20) - 200), dtype="bool")]}, "do not fit into a manifest"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_HEADERS, ids=[words for _, words in BAD_HEADERS])
+async def test_a_header_that_does_not_fit(changes: dict[str, Any], words: str) -> None:
+    case = Case(agreed={5: STATE.digest})
+    order = case.begin()["x"]
+    with pytest.raises(Refused, match=words):
+        await case.feed("x", STATE.frames(order, **changes))
+    await case.fails(words)
+
+
+async def test_donors_of_unlike_states() -> None:
+    for other, words in ((State.of(1), "with another donor"), (State.of(), "other tensors")):
+        case = Case()
+        orders = case.begin()
+        await case.feed("x", STATE.frames(orders["x"]))
+        if words == "other tensors":
+            other.tensors[2] = ("cc", "int64", ())
+        with pytest.raises(Refused, match=words):
+            await case.feed(
+                "y", other.frames(orders["y"], state_digest=other.digest if "with" in words else STATE.digest)
+            )
+        await case.fails(words)
+
+
+BAD_MESSAGES: list[tuple[list[bytes], str]] = [
+    ([b"short"], "at least 16 bytes"),
+    ([encode_frame(HEADER)], "of kind 1 among the chunks"),
+    ([bytes(2 << 20)], "a message of"),
+    ([encode_frame(CHUNK, b"x", offset=1)], "expected were some from 0 on"),
+    ([encode_frame(CHUNK, b"")], "0 bytes at offset 0"),
+    ([encode_frame(CHUNK, b"x", offset=1 << 62)], "expected were some from 0 on"),
+    ([end_frame([])], "the chunks end at byte 0"),
+    ([encode_frame(END, b"\xff")], "the chunks end at byte 0"),
+]
+
+
+@pytest.mark.parametrize(("messages", "words"), BAD_MESSAGES, ids=[words for _, words in BAD_MESSAGES])
+async def test_a_message_that_does_not_fit(messages: list[bytes], words: str) -> None:
+    case = Case()
+    order = case.begin()["x"]
+    with pytest.raises(Refused, match=words):
+        await case.feed("x", [STATE.header(order), *messages])
+    await case.fails(words)
+
+
+@pytest.mark.parametrize("ending", ["short", "wrong", "none"])
+async def test_the_digests_at_the_end(ending: str) -> None:
+    case = Case()
+    order = case.begin()["x"]
+    frames = STATE.frames(order)
+    good = list(pb.ChunksEnd.FromString(bytes(decode_frame(frames[-1]).body)).digests)
+    if ending == "none":
+        frames[-1] = encode_frame(END, b"\xff")
+    else:
+        frames[-1] = end_frame(good[:1] if ending == "short" else [good[0], bytes(16)])
+    with pytest.raises(Refused) as refused:
+        await case.feed("x", frames)
+    await case.fails(refused.value.text)
+    assert refused.value.kind == "bad-transfer"
+
+
+async def test_more_than_ones_share_is_refused() -> None:
+    case = Case()
+    order = case.begin()["x"]
+    frames = STATE.frames(order)[:-1]
+    with pytest.raises(Refused, match="expected were some from 2097152 on, before 2097152"):
+        await case.feed("x", [*frames, encode_frame(CHUNK, b"x", offset=2 << 20)])
+    await case.fails("broke off")
+
+
+async def test_a_donor_that_lies_about_the_state() -> None:
+    """Its chunks have the digests that it announces, the state does not."""
+    case = Case()
+    order = case.begin(donors=["x"])["x"]
+    await case.feed("x", State.of(1).frames(order, state_digest=STATE.digest))
+    await case.fails("the state that came has the digest")
+
+
+async def test_what_the_nodes_agree_on_later() -> None:
+    case = Case()
+    orders = case.begin()
+    await case.feed("x", STATE.frames(orders["x"]))
+    case.agreed[5] = "0" * 32
+    await case.feed("y", STATE.frames(orders["y"]))
+    await case.fails("the nodes agreed on 000")
+
+
+async def test_strangers_and_repetitions_harm_nobody() -> None:
+    case = Case()
+    orders = case.begin()
+    with pytest.raises(Refused, match="was not asked"):
+        case.snapshots.upload("z", STATE.header(orders["x"]))
+    with pytest.raises(Refused, match="is not being made"):
+        case.snapshots.upload("x", STATE.header(orders["x"], snapshot="another"))
+    for message in (b"", encode_frame(CHUNK, b"x"), encode_frame(HEADER, b"\xff")):
+        with pytest.raises(Refused):
+            case.snapshots.upload("x", message)
+    await case.feed("x", STATE.frames(orders["x"]))
+    with pytest.raises(Refused, match="already"):
+        case.snapshots.upload("x", STATE.header(orders["x"]))
+    case.snapshots.departed("x", "it is done")
+    case.snapshots.departed("z", "it was never here")
+    await case.feed("y", STATE.frames(orders["y"]))
+    assert len(case.snapshots.kept) == 1
+
+
+@pytest.mark.parametrize("loss", ["departed", "broke", "stalled"])
+async def test_a_donor_is_lost_and_the_others_are_told(loss: str) -> None:
+    case = Case()
+    orders = case.begin()
+    closed: list[str] = []
+    upload, _ = await case.feed("x", STATE.frames(orders["x"])[:2])
+    upload.on_close = lambda: closed.append("x")
+    other, _ = await case.feed("y", STATE.frames(orders["y"])[:2])
+    if loss == "departed":
+        case.snapshots.departed("y", "it died")
+    elif loss == "broke":
+        other.broke("the stream ended")
+    else:
+        case.timer.advance(STALL - 1)
+        await upload.feed(STATE.frames(orders["x"])[2])
+        assert case.snapshots.sweep() == ()
+        case.timer.advance(1)
+        assert case.snapshots.sweep() == ("y",)
+    await case.fails("y")
+    assert closed == ["x"]
+    with pytest.raises(Refused, match="the snapshot was given up") as refused:
+        await upload.feed(STATE.frames(orders["x"])[-1])
+    assert (refused.value.kind, refused.value.code) == ("", "ABORTED")
+    assert upload.refusal is not None
+    await case.make(6)  # the next one is not harmed
+
+
+async def test_a_donor_may_pause_while_its_contribution_moves() -> None:
+    case = Case()
+    case.begin()
+    for _ in range(PAUSES - 1):
+        case.timer.advance(STALL)
+        case.moved = {"x": case.timer.now(), "y": case.timer.now()}
+        assert case.snapshots.sweep() == ()
+    case.timer.advance(STALL)
+    case.moved = dict.fromkeys("xy", case.timer.now())
+    assert case.snapshots.sweep() == ("x", "y")
+
+
+async def test_the_newest_two_stay_and_what_is_read() -> None:
+    case = Case()
+    first = await case.make(5)
+    reader = case.snapshots.read(pb.ChunksRequest(snapshot=first.id))
+    await reader.__anext__()
+    second, third, fourth = [await case.make(index) for index in (6, 7, 8)]
+    assert case.snapshots.kept == [first, third, fourth]
+    with pytest.raises(Refused):
+        case.snapshots.open(second.id)
+    async for _ in reader:
+        pass
+    assert case.snapshots.kept == [third, fourth]
+    assert [state.snapshot for state, _ in case.store.kept()] == [third.id, fourth.id]
+
+
+async def test_a_download_that_is_given_up_lets_go() -> None:
+    case = Case()
+    first = await case.make(5)
+    async with contextlib.aclosing(case.snapshots.read(pb.ChunksRequest(snapshot=first.id))) as reader:
+        await reader.__anext__()
+        for index in (6, 7):
+            await case.make(index)
+        assert first in case.snapshots.kept
+    assert first not in case.snapshots.kept
+
+
+async def test_another_process_goes_on_with_what_is_kept(tmp_path: Path) -> None:
+    case = Case(FileChunkStore(tmp_path))
+    names = [(await case.make(index)).id for index in (9, 10)]
+    orders = case.begin(11)
+    await case.feed("x", STATE.frames(orders["x"]))
+    case.snapshots.stop()
+    assert len(case.ended) == 2  # nobody is told of the third
+    case = Case(FileChunkStore(tmp_path))
+    assert [(kept.id, kept.round) for kept in case.snapshots.kept] == list(zip(names, (9, 10), strict=True))
+    _, data = await read(case.snapshots, names[1])
+    assert data == STATE.data
+    assert (await case.make(10)).id not in names  # a name is never used twice
+
+
+async def test_damage_on_the_disk_is_found(tmp_path: Path) -> None:
+    case = Case(FileChunkStore(tmp_path))
+    a, b, c = [await case.make(index) for index in (4, 5, 6)]
+    assert not (tmp_path / a.id).exists()
+    with open(tmp_path / b.id / "data", "r+b") as file:
+        file.seek(CHUNK_BYTES + 17)
+        file.write(b"!")
+    with pytest.raises(Refused, match="chunk 1 is not as it was stored"):
+        await read(case.snapshots, b.id)
+    assert case.snapshots.kept == [c] and not (tmp_path / b.id).exists()
+    os.truncate(tmp_path / c.id / "data", 100)
+    case = Case(FileChunkStore(tmp_path))
+    assert not case.snapshots.kept and not list(tmp_path.iterdir())
+
+
+async def test_a_snapshot_of_another_run_is_removed() -> None:
+    case = Case()
+    await case.make(5)
+    await case.make(6)
+    case.agreed[5] = "0" * 32
+    case.snapshots.sweep()
+    assert [kept.round for kept in case.snapshots.kept] == [6]
+    case.begin(7)
+    case.snapshots.discard("the run begins anew")
+    assert not case.snapshots.kept and not case.store.kept() and case.snapshots.gathering is None
+    assert case.ended[-1] == (None, "the run begins anew")
+
+
+async def test_a_full_disk_fails_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("posix_fallocate", "pwrite", "fsync"):
+        case = Case(FileChunkStore(tmp_path))
+        order = case.begin(donors=["x"])["x"]
+        with monkeypatch.context() as patch:
+            if name == "fsync":
+                await case.feed("x", STATE.frames(order)[:-1])
+                patch.setattr(os, name, full)
+                assert case.snapshots.gathering is not None
+                upload = next(iter(case.snapshots.gathering._uploads.values()))
+                assert await upload.feed(STATE.frames(order)[-1])
+            else:
+                patch.setattr(os, name, full)
+                with pytest.raises(Refused, match="given up: .*No space left on device"):
+                    await case.feed("x", STATE.frames(order))
+        await case.fails("No space left on device; free space there")
+        assert not list(tmp_path.iterdir())
+        await case.make(6)
+        case.snapshots.discard("for the next")
+
+
+async def test_a_stop_in_the_middle_of_a_write() -> None:
+    pool = HeldPool()
+    case = Case(pool=pool)
+    order = case.begin(donors=["x"])["x"]
+    upload = case.snapshots.upload("x", STATE.header(order))
+    header, *frames = STATE.frames(order)
+    await upload.feed(header)
+    feeding = asyncio.ensure_future(upload.feed(frames[0]))
+    await asyncio.sleep(0)
+    case.snapshots.stop()
+    pool.run()
+    with pytest.raises(Refused, match="the run has ended"):
+        await soon(feeding)
+    assert case.ended == [] and not case.store.kept()
+
+
+async def test_memory_stays_flat(tmp_path: Path) -> None:
+    """64 MiB pass through; what is held is a few messages."""
+    state = State.of(rows=16 << 20)
+    case = Case(FileChunkStore(tmp_path))
+    order = case.begin(donors=["x"], state=state)["x"]
+    frames = state.frames(order)
+    tracemalloc.start()
+    try:
+        await case.feed("x", frames)
+        async for _ in case.snapshots.read(pb.ChunksRequest(snapshot=order.snapshot)):
+            pass
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert case.snapshots.kept and peak < 6 << 20
