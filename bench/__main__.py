@@ -43,6 +43,14 @@ BENCHES: dict[str, tuple[str, str]] = {
         "bench.simulation",
         "random schedules of faults against coordinator and nodes on a virtual clock: invariants that broke",
     ),
+    "soak": (
+        "bench.soak",
+        "a long run in which three of ten contributions fail: memory and open files of its processes",
+    ),
+    "matrix": (
+        "bench.matrix",
+        "nodes, donors, joiners and coordinator killed, frozen or cut off in every phase: nothing is lost",
+    ),
 }
 
 
@@ -54,7 +62,7 @@ def list_benches(console: Console) -> None:
 
 
 def run_bench(name: str, quick: bool, arguments: Sequence[str] = ()) -> Report:
-    """Import the module of bench ``name`` and run it; ``arguments`` are for options of its own, if it has any."""
+    """Import the module of bench ``name`` and run it; ``arguments`` are for options of its own."""
     module = importlib.import_module(BENCHES[name][0])
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}", add_help=False)
     if hasattr(module, "add_options"):

@@ -231,7 +231,7 @@ def _run_file(name: MethodName, shape: dict[str, int], rounds: int) -> RunFile:
             "model": shape,
             "data": {"batch": 1},
             "method": method,
-            "round": {"deadline": WAIT, "start_timeout": WAIT},
+            "round": {"deadline": WAIT, "start_timeout": WAIT, "adaptive": False},
         }
     )
 

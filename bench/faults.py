@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,10 +37,15 @@ POINTS: Final[dict[str, Point]] = {
     "waiting": Point("node.exchange.bulk", "_upload", after=True),
     "receiving": Point("node.exchange.result", "ResultAssembly.add"),
     "applying": Point("optim.round_optimizer", "RoundOptimizer.apply"),
+    "uploading": Point("node.exchange.chunks_up", "_load"),  # a chunk, after the header
+    "loading": Point("node.exchange.chunks_down", "SnapshotAssembly.add"),
+    "replaying": Point("node.exchange.replay", "Replay._fetch"),
     # of the coordinator
-    "gathering": Point("coordinator.run", "Run._gather", after=True),
+    "gathering": Point("coordinator.gathering", "Gathering.changed", after=True),
     "open": Point("coordinator.active_round", "ActiveRound.begin", after=True),
     "delivered": Point("coordinator.active_round", "ActiveRound.delivered", after=True),
+    "journaling": Point("coordinator.journal_file", "FileJournal._commit"),  # settled, and not yet on disk
+    "journaled": Point("coordinator.journal_file", "FileJournal._commit", after=True),  # and not yet told
 }
 
 
@@ -171,10 +177,9 @@ def _fail(share: float, chance: random.Random) -> None:
 def _hang_up() -> None:
     """Break this process's connections, as a router does that forgets them."""
     for entry in os.listdir("/proc/self/fd"):
-        try:
-            held = socket.socket(fileno=os.dup(int(entry)))
-        except OSError:  # no socket, or closed meanwhile
-            continue
-        with held, contextlib.suppress(OSError):
-            if held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM:
-                held.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as held:
+                if held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM:
+                    held.shutdown(socket.SHUT_RDWR)

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -105,6 +106,28 @@ def enter(path: str) -> None:
             raise OSError(number, f"cannot enter the network namespace {path}: {os.strerror(number)}")
     finally:
         os.close(file)
+
+
+def set_link(path: str, *, up: bool) -> None:
+    """Take the link of a namespace of :func:`linked` down, or up again.
+
+    Raises:
+        NamespacesUnavailable: if that cannot be done.
+    """
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            enter(path)
+            _command("ip", "link", "set", "dev", INTERFACE, "up" if up else "down")
+        except (NamespacesUnavailable, OSError) as error:
+            problem.append(error)
+
+    thread = threading.Thread(target=work, name="bench-link")  # it alone moves
+    thread.start()
+    thread.join()
+    if problem:
+        raise NamespacesUnavailable(str(problem[0])) from problem[0]
 
 
 def _build(hub: str, names: list[str], shapes: list[list[str]]) -> None:

@@ -38,7 +38,8 @@ class Run:
     def file(self) -> RunFile:
         """The whole run file."""
         run = {"name": "bench-overlap", "nodes": NODES, "evaluate_every": 0, "validation_windows": 1}
-        return RunFile.model_validate({**self.values, "run": {**run, **self.values["run"]}})
+        waits = {"adaptive": False}  # measured are rounds with both votes
+        return RunFile.model_validate({**self.values, "round": waits, "run": {**run, **self.values["run"]}})
 
 
 @dataclass(frozen=True)

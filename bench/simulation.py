@@ -1,8 +1,9 @@
-"""``python -m bench simulation``: random schedules of faults on a virtual clock, and what did not hold in them.
+"""``python -m bench simulation``: random schedules of faults on a virtual clock, and what broke in them.
 
-Every schedule runs the coordinator's hub and its server's handlers, and on every node the session, contributor
-and transfers, as they are; the network, the clock, the journal's disk and what a node computes are simulated. A
-schedule in which an invariant breaks is printed as a script, which ``--script FILE`` runs again.
+Every schedule runs the coordinator's hub and its server's handlers, and on every node the session,
+contributor and transfers, as they are; the network, the clock, the journal's disk and what a node computes
+are simulated. A schedule in which an invariant breaks is printed as a script, which ``--script FILE`` runs
+again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bench.report import Report
 from bench.virtual.generate import random_schedule
 from bench.virtual.schedule import Schedule
 from bench.virtual.shrink import shrink
-from bench.virtual.world import Outcome, simulate
+from bench.virtual.simulate import Outcome, simulate
 
 QUICK, FULL = 150, 2000  # schedules
 

@@ -87,6 +87,7 @@ def soak(folder: Path, rounds: int, failing: float = FAILING) -> tuple[dict[str,
         courses = {who: Course() for who in pids}
         for number in range(EVERY, rounds - EVERY, EVERY):
             bed.until(lambda n=number: max(map(bed.last, names)) >= n, f"round {number + 1}")  # type: ignore[misc]
+            children.check()
             for who, course in courses.items():
                 course.look(pids[who], number)
         for child in bed.nodes.values():

@@ -7,70 +7,27 @@ starts. CPU work runs on a pool thread, one job at a time; tiny payloads are red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from coordinator.contribution import Contribution, check_header
-from coordinator.inspection import Inspection
 from coordinator.journal import Done
 from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member
 from coordinator.ramp import ramped
-from coordinator.reducer import Reduction, padding_bits
+from coordinator.reducer import Reduction
+from coordinator.reducing import Reducing
 from coordinator.refusal import DUPLICATE, WRONG_ROUND, Refused
 from coordinator.result import Result
 from coordinator.rounds import Policy, RoundView, Seat, State, Verdict, decide
 from coordinator.timer import Alarm, Timer
-from optim.aggregate import Aggregation, ReducerMemory, TallyFunction, casting_voter
-from optim.pieces import Piece, cut
+from optim.aggregate import Aggregation, casting_voter
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
-from protos.wire import CHUNK_BYTES
 
 INLINE_BYTES: Final = 256 << 10  # of votes: less than a millisecond of work is done at once
 MAX_ALARM_DELAY: Final = 1.0  # seconds; more means that the process was stopped or starved
 MAX_BROKEN_STREAMS: Final = 3  # of one member in one round; then it is not waited for
-
-
-class Pool(Protocol):
-    """Runs CPU work off the event loop and brings the outcome back to the loop's thread."""
-
-    def submit(
-        self,
-        work: Callable[[], list[bytes]],
-        done: Callable[[list[bytes] | None, BaseException | None], None],
-    ) -> Future[list[bytes]]:
-        """Run ``work`` on another thread, then call ``done`` on the event loop."""
-        ...
-
-
-@dataclass(frozen=True)
-class Reducing:
-    """What the rounds with one bucket table share."""
-
-    table: BucketTable
-    pieces: Sequence[Piece]
-    inspection: Inspection
-    padding: int
-    memory: ReducerMemory
-    tally: TallyFunction
-    pool: Pool
-
-    @classmethod
-    def of(
-        cls,
-        table: BucketTable,
-        *,
-        memory: ReducerMemory,
-        tally: TallyFunction,
-        pool: Pool,
-        piece_bytes: int = CHUNK_BYTES,
-    ) -> Reducing:
-        """Derive the rest from the table."""
-        pieces = cut(table, piece_bytes)
-        return cls(table, pieces, Inspection(table), padding_bits(table), memory, tally, pool)
 
 
 class ActiveRound:
@@ -118,6 +75,11 @@ class ActiveRound:
     def missing(self) -> int:
         """Members from whom a contribution may still come."""
         return sum(member.live and member.pending for member in self.members.values())
+
+    @property
+    def closing(self) -> bool:
+        """Whether it is decided who counts, though it is not announced yet: nobody can come in any more."""
+        return self.verdict is not None
 
     @property
     def settled(self) -> bool:
@@ -208,17 +170,19 @@ class ActiveRound:
         elif node in self._voters:
             self._form(self._voters)  # a part of the row will be written again
 
-    def returned(self, node: str) -> bool:
-        """A member whose session had ended is back, under the same name; whether it still has its seat."""
+    def returned(self, node: str, weight: int) -> bool:
+        """A member whose session had ended is back, under the same name; whether it has its seat again."""
         member = self.members.get(node)
-        if member is None or member.live or self._closed:
+        if member is None or member.live or self.closing or member.weight != weight:
+            return False
+        if member.state not in (State.GONE, State.COMPLETE):
             return False
         member.live = True
-        if member.state is State.GONE and self.verdict is None:
+        if member.state is State.GONE:
             member.lanes.clear()
             member.state = State.EXPECTED
         self._change(member, member.state)
-        return member.state in (State.EXPECTED, State.COMPLETE)
+        return not self.closing
 
     def departed(self, node: str) -> None:
         """A member's session ended."""
@@ -324,12 +288,13 @@ class ActiveRound:
         )
 
         def kept(error: BaseException | None) -> None:
+            if self.result.error is not None:
+                return  # stopped meanwhile: whoever goes on with the journal tells the nodes
             if error is not None:
                 self.verdict = Verdict("fail", str(error))
             else:
                 self.result.commit()
-            if self.result.error is None:
-                self._on_close(self, self.verdict or verdict)
+            self._on_close(self, self.verdict or verdict)
 
         self._keep(self, kept)
 

@@ -17,10 +17,8 @@ from typing import Final
 ROUNDS: Final = 32  # that are looked back on
 ENOUGH: Final = 4  # of them; with fewer a round waits for the deadline of the run file
 SPREADS: Final = 6.0  # MADs above the median; of a normal distribution 1 in 40,000 comes later
-# Of the median time to the first contribution. In simulated rounds of four nodes a tenth lost nearly all
-# votes of one that was 6 % slower than the others, to save 4 % of the time; a fifth loses none at 10 %.
-FLOOR_SHARE: Final = 0.2
-FLOOR_SECONDS: Final = 0.1  # a busy machine or a lost packet takes as long
+LEAST_SHARE: Final = 0.1  # of the time to the first contribution, however many nodes there are
+FLOOR_SECONDS: Final = 1.0  # a busy machine or a few lost packets take as long
 
 
 @dataclass(frozen=True)
@@ -50,19 +48,24 @@ class Wait:
 def adaptive(rounds: Sequence[Arrivals], ceiling: float) -> Wait:
     """The wait after ``rounds`` (those in which nobody was late for a known reason), at most ``ceiling``.
 
-    ``median + 6 x MAD`` of all contributions behind the first of their round, but not below a fifth of the
-    median time to the first, nor below 0.1 s. A missing one counts as ``ceiling``.
+    ``median + 6 x MAD`` of all contributions behind the first of their round, but not below what one more
+    contribution is worth, nor below 1 s. With M nodes whose first one needs f seconds, M contributions in
+    ``f * M / (M - 1)`` are as many a second as M - 1 in f: so it waits ``f / (M - 1)``, or a tenth of f where
+    that is more. A missing one counts as ``ceiling``.
     """
     seen = [arrivals for arrivals in rounds if len(arrivals.behind) + arrivals.missing > 1]
     if len(seen) < ENOUGH:
-        return Wait(ceiling, f"{_seconds(ceiling)}, the longest: {len(seen)} rounds are too few to tell more")
+        return Wait(
+            ceiling, f"{_seconds(ceiling)}, the longest: {len(seen)} of {ENOUGH} rounds to learn from"
+        )
     behind = [min(one, ceiling) for arrivals in seen for one in _all(arrivals, ceiling)]
     middle = median(behind)
     spread = median(abs(one - middle) for one in behind)
     usual = f"median {_seconds(middle)} + {SPREADS:g} x MAD {_seconds(spread)} of {len(seen)} rounds"
     wanted = middle + SPREADS * spread
     first = median(arrivals.first for arrivals in seen)
-    floor = max(FLOOR_SECONDS, FLOOR_SHARE * first)
+    nodes = median(len(arrivals.behind) + arrivals.missing for arrivals in seen)
+    floor = max(FLOOR_SECONDS, first * max(LEAST_SHARE, 1.0 / (nodes - 1.0)))
     if wanted < floor <= ceiling:
         wanted, usual = floor, f"the least after a first one at {_seconds(first)}; {usual}"
     if wanted >= ceiling or floor > ceiling:

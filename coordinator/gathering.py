@@ -86,6 +86,14 @@ class Gathering:
         elif run.registry.in_session():
             self._set_alarm(min(run.plan.policy.start_timeout, BACK_SECONDS))
 
+    def _waited(self) -> None:
+        """Go on with those who are back, if there is anybody."""
+        run = self._run
+        if run.registry.in_session() or run.round >= run.plan.rounds:
+            if not any(run.newcomers.ready(node) for node in run.registry.joiners()):
+                run.newcomers.believe()
+            self._go_on()
+
     def _tell_awaited(self, back: int) -> None:
         run = self._run
         run.reason = f"going on after {run.round} rounds: {back} of {len(self.awaited)} members are back"
@@ -96,34 +104,33 @@ class Gathering:
         return self._run.newcomers.ready(node) or node.claim.round > self._run.round
 
     def _go_on(self) -> None:
-        run = self._run
-        names = self.awaited
+        run, names = self._run, self.awaited
         self.end()
-        ahead = [
-            node.claim
-            for node in run.registry.in_session()
-            if node.node in names and node.claim.round > run.round
-        ]
+        back = [node for node in map(run.registry.get, names) if node is not None and node.in_session]
+        ahead = [node.claim for node in back if node.claim.round > run.round]
         if ahead:
             run.skip(choose(ahead))
-        for name in names:
-            node = run.registry.get(name)
-            if node is not None and run.newcomers.ready(node) and node.held == run.round:
-                self._reclaim(node)
         log.info("%s", run.reason)
-        run.between_rounds()
+        self._resume()
 
-    def _reclaim(self, node: Node) -> None:
-        """Give a node the samples again that it works on; within what the last round can have leased."""
+    def _resume(self) -> None:
+        """Open the round again in which the nodes are: each that is back gets the samples that it works on."""
         run = self._run
-        if node.claim.work is None or node.claim.work[0] != run.round:
-            return
-        _, start, count = node.claim.work
-        most = run.plan.samples(run.round, node.batch)
-        ahead = 2 * most * (len(run.registry.roster) + 1)
-        if count > most or start > run.leases.frontier + ahead:
-            return
-        run.leases.reclaim(node.node, run.round, Lease(start, count))
+        back = [
+            node
+            for node in run.registry.joiners()
+            if run.newcomers.ready(node) and node.held == run.round and node.claim.work is not None
+        ]
+        batch = max((node.batch for node in run.registry.in_session()), default=0)
+        most = max(run.plan.samples(run.round), run.plan.samples(run.round, batch))
+        limit = run.leases.frontier + most * (len(run.registry.roster) + len(back))
+        for node in back:
+            assert node.claim.work is not None
+            round_index, start, count = node.claim.work
+            usual = run.plan.samples(run.round, node.batch)
+            if round_index == run.round and count <= usual and start + count <= limit:
+                run.leases.reclaim(node.node, run.round, Lease(start, count))
+        run.between_rounds()
 
     # ---------------------------------------------------------------------------------------- nobody is left
 
@@ -140,11 +147,11 @@ class Gathering:
         joiners = run.registry.joiners()
         if any(run.newcomers.ready(node) for node in joiners):
             self.end()
-            run.between_rounds()
+            self._resume()
         elif any(node.goal >= 0 for node in joiners):
             self.end()  # it catches up with what is kept
             run.reason = f"every node left before round {run.round + 1}; {len(joiners)} catching up"
-        elif all(node.left_cleanly for node in run.registry.left) and not joiners:
+        elif run.registry.left and all(node.left_cleanly for node in run.registry.left) and not joiners:
             run.fail(run.reason)
         else:
             self._set_alarm(min(run.plan.policy.start_timeout, RETURN_SECONDS))
@@ -159,7 +166,10 @@ class Gathering:
         run = self._run
         self._alarm = None
         if self.awaited:
-            self._go_on()
+            self._waited()
+            return
+        if run.begun and run.newcomers.believe():
+            self._resume()
             return
         if not run.begun:
             run.reason = (

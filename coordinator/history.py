@@ -51,8 +51,8 @@ class History:
 
     def begin(self, round_index: int, digest: str, agreed: Mapping[int, str] | None = None) -> None:
         """The first round to be committed is ``round_index``, on top of the state with this digest; ``agreed``
-        are digests after rounds that were committed before."""
-        self._agreed.update(sorted((agreed or {}).items()))
+        are all digests that are known after rounds that were committed before."""
+        self._agreed = OrderedDict(sorted((agreed or {}).items()))
         if digest:
             self._agreed[round_index - 1] = digest
 
@@ -71,11 +71,12 @@ class History:
         if report.evaluated:  # also in a second report, of a node that was asked to evaluate at the end
             point.validation_loss = report.validation_loss
             point.bits_per_byte = report.bits_per_byte
+        if node not in point.losses:
+            point.losses[node] = report.loss
+            point.tokens += report.tokens
         if node in point.digests:
             return None
         point.digests[node] = report.state_digest
-        point.losses[node] = report.loss
-        point.tokens += report.tokens
         return self._judge(point)
 
     def departed(self, node: str) -> list[Judgement]:
@@ -86,6 +87,22 @@ class History:
                 point.members = tuple(member for member in point.members if member != node)
                 judgements.append(self._judge(point))
         return judgements
+
+    def retract(self, node: str) -> None:
+        """A node has left the common state: what it told of its state is no more held against it, or for it,
+        once it has loaded that."""
+        for point in list(self._points.values())[-OPEN_ROUNDS:]:
+            point.digests.pop(node, None)
+            point.members = tuple(member for member in point.members if member != node)
+
+    @property
+    def agreed(self) -> dict[int, str]:
+        """The digests that are known, by the round before."""
+        return dict(self._agreed)
+
+    def open(self, round_index: int) -> bool:
+        """Whether reports may still settle the digest after a round."""
+        return round_index in self._points and round_index >= self.newest - OPEN_ROUNDS
 
     def newly_agreed(self) -> list[tuple[int, str]]:
         """Rounds, and the digests after them, that have been agreed since the last call."""

@@ -12,17 +12,18 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from coordinator.active_round import Pool
 from coordinator.admission import RunFacts, refusal
 from coordinator.chunk_store import ChunkStore
+from coordinator.ending import ENDED
 from coordinator.events import Listener, ignore
 from coordinator.exchange import Exchange
 from coordinator.intake import Intake
 from coordinator.journal import Journal
 from coordinator.nodes import Node, Outbox
-from coordinator.partial_snapshot import Upload
 from coordinator.pacing import Pacer, exchanging
+from coordinator.partial_snapshot import Upload
 from coordinator.plan import RunPlan
+from coordinator.reducing import Pool
 from coordinator.refusal import (
     BAD_MESSAGE,
     BAD_SESSION,
@@ -31,7 +32,7 @@ from coordinator.refusal import (
     Refused,
 )
 from coordinator.replay import replay
-from coordinator.run import ENDED, Run
+from coordinator.run import Run
 from coordinator.start import Claim, choose
 from coordinator.status import status_of
 from coordinator.sweeping import sweep
@@ -145,8 +146,10 @@ class Hub:
         if not run.registry.nodes and not run.begun:  # nobody is left who could disagree
             run.data_digest, run.state_bytes = self.plan.data_digest, 0
         if run.phase == "suspended":
-            raise Refused(JOIN, "this coordinator is stopping: another one will go on", "UNAVAILABLE")
-        committed = None if not run.begun else self.plan.rounds if run.gathering.awaited else run.round
+            raise run.ending.refusal()
+        known = run.registry.former(request.former) is not None
+        # Who was a member, or may be one of a journal that has lost its tail, is let in whatever it holds.
+        committed = self.plan.rounds if known or run.gathering.awaited else run.round
         facts = RunFacts(
             run_digest=self.plan.run_digest,
             table_digest=self.tables.digest,
@@ -155,9 +158,10 @@ class Hub:
             state_bytes=run.state_bytes,
             rounds=self.plan.rounds,
             start=choose(node.claim for node in run.registry.nodes.values()),
-            committed=committed,
+            committed=committed if run.begun else None,
         )
-        problem = f"the run has ended: {run.reason}" if run.phase in ENDED else refusal(request, facts)
+        over = run.phase in ENDED and not (run.phase == "done" and known)
+        problem = f"the run has ended: {run.reason}" if over else refusal(request, facts)
         if problem is None and len(run.registry.nodes) >= MAX_NODES:
             problem = f"the run has {MAX_NODES} nodes already"
         if problem is not None:
@@ -180,10 +184,11 @@ class Hub:
     def _admitted(self, request: JoinRequest, address: str) -> Node:
         """A node under a new name, or under its old one if it can tell the secret of its last session."""
         run = self.run
-        name = run.registry.former(request.former)
-        if name is not None and (before := run.registry.get(name)) is not None:
-            self.close_session(before, "it has joined again")
-        known, name = name is not None, name or run.registry.new_name()
+        former = run.registry.former(request.former)
+        if former is not None and (present := run.registry.get(former)) is not None:
+            self.close_session(present, "it has joined again")
+        name = former or run.registry.new_name()
+        before = run.registry.last(name)
         work = (request.lease_round, request.lease_start, request.lease_count)
         return Node(
             node=name,
@@ -201,7 +206,8 @@ class Hub:
             seen_at=self._timer.now(),
             ranks=request.ranks or 1,
             batch=request.batch,
-            known=known,
+            known=former is not None,
+            since=before.since if before is not None else None,
         )
 
     def node_of(self, session: str) -> Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from coordinator.ending import ENDED
 from coordinator.lane_layout import LaneLayout, layout_of
 from coordinator.refusal import (
     DUPLICATE,
@@ -14,7 +15,7 @@ from coordinator.refusal import (
     WRONG_ROUND,
     Refused,
 )
-from coordinator.run import ENDED, Run
+from coordinator.run import Run
 from protos.atoll_pb2 import ContributionHeader
 from protos.wire import SESSION_UNKNOWN
 
@@ -47,7 +48,7 @@ class Intake:
             self._serve(exchange, header, lane)
             return
         if run.phase in ENDED:
-            raise Refused("", f"the run has ended: {run.reason}", "UNAVAILABLE")
+            raise run.ending.refusal()
         if active is None or header.round > run.round:
             raise Refused(
                 WRONG_ROUND,
@@ -55,7 +56,7 @@ class Intake:
                 f"({run.phase}: {run.reason})",
                 "FAILED_PRECONDITION",
             )
-        if node.node not in active.members:
+        if not node.seated or node.node not in active.members:
             raise Refused(
                 NOT_A_MEMBER,
                 f"{node.node} is not in the roster of round {active.round + 1} (epoch {active.epoch})",
@@ -81,7 +82,7 @@ class Intake:
     def _serve(self, exchange: Exchange, header: ContributionHeader, lane: LaneLayout) -> None:
         """Attach an exchange to the stored result of a round that has been committed."""
         run, node = self._run, exchange.node
-        if header.round < node.first_round or node.node not in run.registry.roster:
+        if not node.seated or header.round < node.first_round or node.node not in run.registry.roster:
             raise Refused(
                 NOT_A_MEMBER,
                 f"{node.node} was not a member in round {header.round + 1}: wait for the next order",

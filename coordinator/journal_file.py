@@ -51,7 +51,7 @@ class FileJournal:
     After an error of the disk nothing is written any more: every commit is answered with that error.
 
     Args:
-        folder: the open folder; it is closed with this journal.
+        folder: the open folder; its owner closes it after this journal.
         post: calls a function with arguments on the event loop, from any thread, such as
             ``loop.call_soon_threadsafe``; a RuntimeError of it says that the loop has closed.
     """
@@ -64,6 +64,7 @@ class FileJournal:
         self._begun = folder.recovered is not None
         self._next = 0 if folder.recovered is None else folder.recovered.round
         self._error: JournalError | None = None  # of the thread
+        self._owns_folder = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     @classmethod
@@ -78,7 +79,7 @@ class FileJournal:
         keep_bytes: int = KEEP_BYTES,
         opener: Opener = open_append,
     ) -> FileJournal:
-        """Open a folder, see :meth:`JournalFolder.open`, and the journal in it."""
+        """Open a folder, see :meth:`JournalFolder.open`, and the journal in it, which closes it."""
         opened = JournalFolder.open(
             folder,
             run_digest=run_digest,
@@ -87,7 +88,9 @@ class FileJournal:
             keep_bytes=keep_bytes,
             opener=opener,
         )
-        return cls(opened, post)
+        journal = cls(opened, post)
+        journal._owns_folder = True
+        return journal
 
     # ---------------------------------------------------------------------------------- the loop's side
 
@@ -152,7 +155,8 @@ class FileJournal:
     def close(self) -> None:
         """See :class:`Journal`; blocks until all is written."""
         self._thread.shutdown(wait=True)
-        self._folder.close()
+        if self._owns_folder:
+            self._folder.close()
 
     def _check(self, record: RoundRecord, payload: Sequence[memoryview]) -> None:
         if not self._begun or record.round != self._next:

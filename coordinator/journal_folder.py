@@ -242,8 +242,9 @@ class JournalFolder:
         for segment, end in ends.items():
             size, records = segments.sizes.get(segment, 0), self.tables.records_of(segment)
             if segment == max(ends):
-                lost += [index for index, place in records if not self._readable(index, place)]
-                whole = max((place.end for _, place in records if place.end <= size), default=0)
+                damaged = {index for index, place in records if not self._readable(index, place)}
+                whole = max((place.end for index, place in records if index not in damaged), default=0)
+                lost += damaged
                 if size > whole:
                     notes += _cut(segment, size - whole)
                     segments.cut(segment, whole)
@@ -252,10 +253,8 @@ class JournalFolder:
         if lost:
             with self.tables.transaction(durable=True):
                 self.tables.lose(lost)
-            rounds = in_words(Ranges((index, index + 1) for index in lost))
-            notes.append(
-                f"the results of rounds {rounds} are damaged: who has not got them loads a later state"
-            )
+            rounds = f"round{'s' * (len(lost) > 1)} {in_words(Ranges((index, index + 1) for index in lost))}"
+            notes.append(f"damaged results: {rounds}; who has not got them loads a later state")
         return notes
 
     def _readable(self, index: int, place: Place) -> bool:
@@ -268,10 +267,10 @@ class JournalFolder:
 
 
 def _cut(segment: int, nbytes: int) -> list[str]:
-    """That bytes without a row were removed; they are what a coordinator wrote last before it was killed."""
+    """That bytes were removed: what a coordinator wrote last before it was killed, or what is damaged."""
     if not nbytes:
         return []
-    return [f"{format_bytes(nbytes)} of no committed round were cut from {RESULTS}/{file_name(segment)}"]
+    return [f"{format_bytes(nbytes)} that are no whole result were cut from {RESULTS}/{file_name(segment)}"]
 
 
 @contextlib.contextmanager

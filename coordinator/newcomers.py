@@ -11,11 +11,13 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from coordinator.catchup import plan
+from coordinator.catchup import CatchUp, plan
+from coordinator.ending import ENDED
 from coordinator.events import CatchUpPlanned
-from coordinator.nodes import Node
+from coordinator.nodes import Node, NodeState
 from coordinator.refusal import DIGEST_MISMATCH
 from coordinator.snapshots import Snapshot
+from coordinator.start import choose
 from protos.atoll_pb2 import CoordinatorMessage, LoadState, Ready, Replay
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEAR: Final = 2  # rounds behind which a node may be and take its place
-MAX_FAILURES: Final = 3  # of one node, to hold the state that it was told to load
+MAX_FAILURES: Final = 3  # times that a node may hold another state than the common one; then it is out
 MAX_IDLE: Final = 8  # orders in a row that a node could not carry out
 RETRY_SECONDS: Final = 1.0  # between two of them
 MAX_REPLAY: Final = 4096  # rounds in one order
@@ -41,7 +43,6 @@ class Newcomers:
         self._run = run
         self._failures: Counter[str] = Counter()  # by node
         self._idle: Counter[str] = Counter()  # orders in a row that came to nothing, by node
-        self.plans: dict[str, str] = {}  # of each, in words
 
     def trusted(self, node: Node) -> int | None:
         """The round whose shared state a node that has just come holds for certain; ``None`` for none.
@@ -59,8 +60,12 @@ class Newcomers:
 
     def add(self, node: Node, held: int | None) -> None:
         """A node is to become a member; ``held`` as in :meth:`trusted`."""
-        node.state, node.held, node.goal, node.loading = "joining", held, -1, ""
+        node.state, node.held, node.goal, node.loading, node.waits = "joining", held, -1, "", False
         self.advance(node)
+
+    def departed(self, node: Node) -> None:
+        """A node is gone."""
+        self._idle.pop(node.node, None)
 
     def waiting(self) -> list[Node]:
         """Those who are not ready."""
@@ -77,26 +82,54 @@ class Newcomers:
         )
 
     def seat(self) -> bool:
-        """Make members of those who are ready; whether the roster has changed."""
-        ready = [node for node in self._run.registry.joiners() if self.ready(node)]
-        for node in ready:
-            if not (self._run.settling or node.known or node.claim.round):
+        """Make members of those who are ready, and give the others their next orders; whether the roster, or
+        the secret of a member, has changed."""
+        run, ready = self._run, []
+        for node in run.registry.joiners():
+            if not self.ready(node):
+                self.advance(node)
+                continue
+            ready.append(node)
+            afresh = not (node.known or node.claim.round)
+            if not run.settling and (node.loaded or afresh):
                 node.since = node.held  # its momentum is as young as that
-            self.plans.pop(node.node, None)
-        self._run.training.seated(ready)
-        return self._run.registry.renew([(node, node.held or 0) for node in ready])
+            node.waits = node.loaded = False
+        run.training.seated(ready)
+        return run.registry.renew([(node, node.held or 0) for node in ready])
 
     def want_snapshot(self) -> bool:
         """Whether one of them waits for a new one."""
-        return any(
-            node.goal < 0 and node.state == "joining" and self.plans.get(node.node, "").startswith("snapshot")
-            for node in self.waiting()
-        )
+        return any(node.waits for node in self._run.registry.joiners())
+
+    def believe(self) -> bool:
+        """Nobody holds the shared state for certain: take those at their word who say that they hold one from
+        which all results are kept, as at the start of a run. Whether there is one; their reports will tell."""
+        run = self._run
+        claims = [
+            node.claim
+            for node in run.registry.joiners()
+            if node.held is None
+            and run.first_kept() <= node.claim.round <= run.round
+            and not run.history.digest_after(node.claim.round - 1)
+            and not (node.loaded or self._failures[node.node])
+        ]
+        start = choose(claims)
+        for node in run.registry.joiners():
+            if node.node in start.holders:
+                log.warning("nobody else is here: %s is believed to hold what it says", node.node)
+                self.add(node, start.round)
+        return bool(start.holders)
 
     def advance(self, node: Node) -> None:
         """Give a node its next order, if it needs one and has none."""
         run = self._run
-        if node.goal >= 0 or node not in run.registry.joiners() or self.ready(node):
+        if node.goal >= 0 or not node.joining or not run.begun or run.now() < node.retry_at:
+            return
+        if run.phase == "done":
+            if node.held == run.round:
+                run.dismiss(node, run.reason, done=True)
+                return
+        elif run.phase in ENDED or self.ready(node):
             return
         chosen = plan(
             node.held,
@@ -106,13 +139,12 @@ class Newcomers:
             snapshots=[snapshot.round for snapshot in run.snapshots.kept],
             state_bytes=run.state_bytes,
         )
-        words = f"{chosen.action}: {chosen.reason}"
-        if self.plans.get(node.node) != words:
-            log.info("%s (%s) catches up: %s", node.node, node.name, words)
-            self.plans[node.node] = words
-            goal = run.round if chosen.snapshot is None else chosen.snapshot
-            action = "wait" if chosen.action == "snapshot" else chosen.action
-            run.tell(CatchUpPlanned(node.node, action, goal, chosen.nbytes, chosen.reason))
+        if chosen.action == "snapshot" and run.phase == "done":
+            run.dismiss(node, f"{run.reason}; this node cannot be given the final state any more")
+            return
+        if chosen.action != "snapshot" or not node.waits:
+            self._tell(node, chosen)
+        node.waits = chosen.action == "snapshot"
         frontier = run.leases.frontier
         if chosen.action == "replay":
             assert node.held is not None
@@ -121,14 +153,20 @@ class Newcomers:
             self._order(node, "replaying", CoordinatorMessage(replay=replay))
         elif chosen.action == "load":
             snapshot = next(kept for kept in run.snapshots.kept if kept.round == chosen.snapshot)
-            node.goal, node.loading = snapshot.round, snapshot.id
+            node.goal, node.loading, node.loaded = snapshot.round, snapshot.id, True
             load = LoadState(snapshot=snapshot.id, round=snapshot.round, frontier=frontier)
             self._order(node, "loading", CoordinatorMessage(load_state=load))
         else:
             node.state = "joining"  # until there is a new snapshot
 
-    def _order(self, node: Node, state: str, message: CoordinatorMessage) -> None:
-        node.state = "loading" if state == "loading" else "replaying"
+    def _tell(self, node: Node, chosen: CatchUp) -> None:
+        log.info("%s (%s) catches up: %s", node.node, node.name, chosen.reason)
+        goal = self._run.round if chosen.snapshot is None else chosen.snapshot
+        action = "wait" if chosen.action == "snapshot" else chosen.action
+        self._run.tell(CatchUpPlanned(node.node, action, goal, chosen.nbytes, chosen.reason))
+
+    def _order(self, node: Node, state: NodeState, message: CoordinatorMessage) -> None:
+        node.state = state
         node.progress_at = self._run.now()
         self._run.send(node, message)
 
@@ -136,18 +174,22 @@ class Newcomers:
         """A node says what it holds: what it was told to load, or less, if that came to nothing. Returns what
         is wrong with it, or an empty string."""
         run = self._run
-        if node not in run.registry.joiners():
+        if not (node.joining and run.begun):
             return ""  # an old answer
         goal, loading, before = node.goal, node.loading, node.held
         node.goal, node.loading, node.state = -1, "", "joining"
         expected = run.history.digest_after(ready.round - 1)
         if loading and ready.round == goal:
-            expected = next((kept.state_digest for kept in run.snapshots.kept if kept.id == loading), expected)
+            expected = next(
+                (kept.state_digest for kept in run.snapshots.kept if kept.id == loading), expected
+            )
         if not expected and before == ready.round:
             expected = ready.state_digest  # it has been trusted with that before
         problem = ""
         if ready.round > run.round:
-            problem = f"{node.node} says that it holds the state of round {ready.round + 1}, which is not there"
+            problem = (
+                f"{node.node} says that it holds the state of round {ready.round + 1}, which is not there"
+            )
         elif expected and ready.state_digest != expected:
             problem = (
                 f"the state of {node.node} after {ready.round} rounds has the digest "
@@ -165,20 +207,21 @@ class Newcomers:
         """A node holds the state of a round for certain; its next order comes later if that is no progress."""
         node.held = held
         if held is not None and (before is None or held > before):
-            self._idle[node.node] = 0
+            self._idle.pop(node.node, None)
             self.advance(node)
             return
         self._idle[node.node] += 1
         if self._idle[node.node] > MAX_IDLE:
             self._run.dismiss(node, f"{node.node} could not load the shared state in {MAX_IDLE} attempts")
         else:
-            self._run.timer.call_at(self._run.now() + RETRY_SECONDS, lambda: self.advance(node))
+            node.retry_at = self._run.now() + RETRY_SECONDS
+            self._run.timer.call_at(node.retry_at, lambda: self.advance(node))
 
     def failed(self, node: Node, problem: str) -> int:
         """What a node holds is not the common state; it loads that anew, a few times. Returns how often that
         has happened."""
         self._failures[node.node] += 1
-        if self._failures[node.node] > MAX_FAILURES:
+        if self._failures[node.node] >= MAX_FAILURES:
             self._run.dismiss(node, f"{problem}; it has happened {self._failures[node.node]} times")
         else:
             log.warning("%s; it loads the state again", problem)

@@ -77,6 +77,7 @@ class Node:
         goal: the round whose state it holds once it has carried out its last order to load or replay; -1
             while it has none.
         loading: the snapshot that it was told to load.
+        loaded: it has been told to load one: its momentum, if it has any, is not that of this state.
         progress_at: when bytes of such an order last moved.
         seen_at: when it last said something, on the coordinator's clock.
         ranks: its processes; each may have a stream of its own in a round.
@@ -102,6 +103,9 @@ class Node:
     held: int | None = None
     goal: int = -1
     loading: str = ""
+    waits: bool = False  # for a snapshot that is still to be made
+    retry_at: float = 0.0  # no order before that
+    loaded: bool = False
     progress_at: float = 0.0
     outbox: Outbox | None = None  # while its session is open
     exchanges: list[Exchange] = field(default_factory=list)
@@ -109,7 +113,8 @@ class Node:
     given: set[int] = field(default_factory=set)  # buckets of that round's result which its lanes receive
     stopping: str = ""  # why it was told to leave
     left_cleanly: bool = False
-    deviated: bool = False  # its state is not the common one
+    cut_off: bool = False  # it has left without a word
+    deviated: bool = False  # its last state was not the common one
     bytes_in: int = 0  # from the node, messages as they travel
     bytes_out: int = 0
     report: Report = field(default_factory=lambda: Report(loss=math.nan))
@@ -126,6 +131,16 @@ class Node:
     def in_session(self) -> bool:
         """Whether it can be given orders."""
         return self.outbox is not None and not self.stopping
+
+    @property
+    def seated(self) -> bool:
+        """Whether it is a member that can be given orders."""
+        return self.in_session and self.state in ("active", "lagging")
+
+    @property
+    def joining(self) -> bool:
+        """Whether it is, for now, no member and can be given orders."""
+        return self.in_session and self.state in ("joining", "loading", "replaying")
 
     def send(self, message: CoordinatorMessage) -> bool:
         """Queue an order; ``False`` if the node does not read its orders."""

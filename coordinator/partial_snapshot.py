@@ -6,16 +6,15 @@ before the digest of the whole state, made anew from the stored bytes, is the on
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 import xxhash
 from google.protobuf.message import DecodeError
 
-from coordinator.active_round import Pool
 from coordinator.chunk_store import ChunkStore, ChunkStoreError, StoredState
 from coordinator.manifest import check_manifest, digesting, manifest_of, parse_chunks_header
-from coordinator.pool import in_pool
+from coordinator.pool import in_background, in_pool
+from coordinator.reducing import Pool
 from coordinator.refusal import BAD_TRANSFER, OVERSIZED, Refused
 from protos.atoll_pb2 import ChunksEnd, ChunksHeader, Manifest
 from protos.snapshots import chunk_bytes, chunk_range, chunks
@@ -27,8 +26,6 @@ from protos.wire import (
     FrameError,
     decode_frame,
 )
-
-log = logging.getLogger(__name__)
 
 
 class PartialSnapshot:
@@ -42,7 +39,7 @@ class PartialSnapshot:
         store: for the chunks.
         pool: one worker that does its jobs in order; all reading, writing and digesting is done there.
         now: seconds on the coordinator's clock.
-        agreed: digest of the state, as far as the nodes agree on one yet; or an empty string.
+        agreed: digest of the state that the nodes agree on, or an empty string while that is open.
         on_end: called once, with an empty string when the snapshot is complete and kept, or with the reason
             why it has failed.
 
@@ -82,6 +79,9 @@ class PartialSnapshot:
         self._digests = [b""] * chunks(nbytes)
         self._uploads: dict[str, Upload] = {}
         self._data: StoredState | None = None  # belongs to the pool's thread
+        self._common = ""  # the agreed digest, once it is known
+        self._digested_at: float | None = None  # when the digest was found to be what the donors announced
+        self._keeping = False
 
     @property
     def data(self) -> StoredState:
@@ -137,12 +137,12 @@ class PartialSnapshot:
             raise Refused(BAD_TRANSFER, f"{node} announces other tensors than another donor")
 
     def _disagreement(self, manifest: Manifest) -> str:
-        agreed = self._agreed()
-        if not agreed or agreed == manifest.state_digest:
+        self._common = self._common or self._agreed()
+        if self._common in ("", manifest.state_digest):
             return ""
         return (
             f"the donors' state of round {self.round} has the digest {manifest.state_digest[:64]!r}, the "
-            f"nodes agreed on {agreed}"
+            f"nodes agreed on {self._common}"
         )
 
     def write(self, offset: int, body: memoryview) -> None:
@@ -200,14 +200,13 @@ class PartialSnapshot:
         if self.ended:
             return
         self.ended = reason
-        self._pool.submit(self._drop, _log_error)
+        in_background(self._pool, self._drop)
         for upload in self._uploads.values():
             upload.close()
 
-    def _drop(self) -> list[bytes]:
+    def _drop(self) -> None:
         if self._data is not None:
             self._data.drop()
-        return []
 
     def _complete(self) -> None:
         """All chunks are stored: digest the state, a piece at a time, compare, and keep it."""
@@ -230,25 +229,41 @@ class PartialSnapshot:
             elif digest != manifest.state_digest:
                 told = manifest.state_digest
                 self.fail(f"the state that came has the digest {digest}, its donors announced {told}")
-            elif problem := self._disagreement(manifest):
-                self.fail(problem)
             else:
-                self._pool.submit(keep, kept)
-
-        def keep() -> list[bytes]:
-            self.data.keep(manifest.SerializeToString())
-            return []
-
-        def kept(_: list[bytes] | None, error: BaseException | None) -> None:
-            if self.ended:
-                return
-            if error is not None:
-                self.fail(_text(error))
-            else:
-                self.ended = "it is complete"
-                self._on_end("")
+                self._digested_at = self._now()
+                self.judge()
 
         advance()
+
+    def judge(self) -> None:
+        """Keep the state once it is digested and the nodes agree on it; give it up if they hold another."""
+        manifest = self.manifest
+        if self.ended or self._keeping or manifest is None:
+            return
+        if problem := self._disagreement(manifest):
+            self.fail(problem)
+        elif self._common and self._digested_at is not None:
+            self._keeping = True
+            self._pool.submit(lambda: self._keep(manifest), self._kept)
+
+    def _keep(self, manifest: Manifest) -> list[bytes]:
+        self.data.keep(manifest.SerializeToString())
+        return []
+
+    def _kept(self, _: list[bytes] | None, error: BaseException | None) -> None:
+        if self.ended:
+            return
+        if error is not None:
+            self.fail(_text(error))
+        else:
+            self.ended = "it is complete"
+            self._on_end("")
+
+    def expire(self, stall: float) -> None:
+        """Give it up if the nodes cannot agree on the state within ``stall`` seconds."""
+        since = self._digested_at
+        if since is not None and not self._keeping and self._now() - since >= stall:
+            self.fail(f"the nodes did not agree on the state after {self.round} rounds within {stall:g} s")
 
 
 class Upload:
@@ -376,8 +391,3 @@ class Upload:
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, ChunkStoreError) else f"it cannot be checked: {error!r}"
-
-
-def _log_error(_: list[bytes] | None, error: BaseException | None) -> None:
-    if error is not None:
-        log.warning("%s", error)

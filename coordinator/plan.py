@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from coordinator.ramp import momentum_of
 from coordinator.rounds import Policy
 from protos.methods import Basis, micro_steps
+from protos.waits import HEARTBEAT_SECONDS
 
 if TYPE_CHECKING:
     from protos.runfile import RunFile
@@ -27,6 +28,7 @@ class RunPlan:
         evaluate_every: rounds between two validation losses; 0 = only after the last.
         batch: sequences that a node reads in a micro-step, unless it has joined with another number.
         policy: when a round closes.
+        adaptive: rounds wait less than the policy's deadline where that is unusual.
         heartbeat: seconds between two heartbeats; three missed ones are a departure.
         stall: seconds after which a stream that makes no progress is closed.
         local_steps, fragments, basis: of the method; they make the micro-steps of a round.
@@ -45,13 +47,14 @@ class RunPlan:
     evaluate_every: int
     batch: int
     policy: Policy
-    heartbeat: float = 5.0
+    heartbeat: float = HEARTBEAT_SECONDS
     stall: float = 60.0
     local_steps: int = 1
     fragments: int = 1
     basis: Basis = "global"
     dtype: str = "float32"
     momentum: float = 0.0
+    adaptive: bool = True
     snapshot_every: int = 0
     data_digest: str = ""
 
@@ -87,5 +90,6 @@ class RunPlan:
             basis=method.basis,
             dtype=dtype,
             momentum=momentum_of(method),
+            adaptive=run_file.round.adaptive,
             snapshot_every=snapshot_every,
         )

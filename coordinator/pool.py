@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coordinator.active_round import Pool
+    from coordinator.reducing import Pool
+
+log = logging.getLogger(__name__)
 
 Done = Callable[["list[bytes] | None", "BaseException | None"], None]
 
@@ -25,6 +28,8 @@ class ThreadPool:
         """Run ``work``, then call ``done(outcome, error)`` on the loop; dropped if the loop has closed."""
 
         def finished(future: Future[list[bytes]]) -> None:
+            if future.cancelled():  # the pool has been closed
+                return
             error = future.exception()
             outcome = None if error else future.result()
             with suppress(RuntimeError):  # the loop has closed: nobody waits any more
@@ -53,3 +58,17 @@ def in_pool(pool: Pool, work: Callable[[], list[bytes]]) -> asyncio.Future[list[
 
     pool.submit(work, done)
     return future
+
+
+def in_background(pool: Pool, work: Callable[[], None]) -> None:
+    """Do ``work`` in the pool for nobody: if it fails, that is logged."""
+
+    def job() -> list[bytes]:
+        work()
+        return []
+
+    def done(_: list[bytes] | None, error: BaseException | None) -> None:
+        if error is not None:
+            log.warning("%s", error)
+
+    pool.submit(job, done)

@@ -42,6 +42,8 @@ class Ranges:
 
     def remove(self, first: int, end: int) -> None:
         """Take the numbers from ``first`` up to ``end`` out of it, as far as they are in it."""
+        if end <= first:
+            return
         here = self._touching(first, end)
         left = [
             part

@@ -67,18 +67,23 @@ class Registry:
         """A present node."""
         return self.nodes.get(node) if node is not None else None
 
+    def last(self, name: str) -> Node | None:
+        """A present node, or what it was when it left."""
+        return self.nodes.get(name) or next((node for node in self.left if node.node == name), None)
+
     def in_session(self) -> list[Node]:
         """Nodes that can be given orders."""
         return [node for node in self.nodes.values() if node.in_session]
 
     def joiners(self) -> list[Node]:
         """Nodes in session that are no members, or are to be members no more."""
-        return [node for node in self.in_session() if node.state in ("joining", "loading", "replaying")]
+        return [node for node in self.nodes.values() if node.joining]
 
     def remove(self, node: Node) -> bool:
         """Move a node to those who have left; ``False`` if it was not present."""
-        if self.nodes.pop(node.node, None) is None:
+        if self.nodes.get(node.node) is not node:  # it may have joined again under its name
             return False
+        del self.nodes[node.node]
         self.left = [*(old for old in self.left[1 - MAX_LEFT :] if old.node != node.node), node]
         self._former[sha256_text(node.secret)] = NodeRecord(node.node, node.name, sha256_text(node.secret))
         while len(self._former) > MAX_FORMER:
@@ -88,11 +93,7 @@ class Registry:
     def members(self) -> list[Node]:
         """Members of the roster that can be given orders."""
         found = (self.nodes.get(node) for node in self.roster.members)
-        return [
-            node
-            for node in found
-            if node is not None and node.in_session and node.state in ("active", "lagging")
-        ]
+        return [node for node in found if node is not None and node.seated]
 
     def donors(self, round_index: int) -> list[str]:
         """Members that hold the state of ``round_index``, starting with another one in every round."""
@@ -102,7 +103,7 @@ class Registry:
 
     def renew(self, newcomers: Sequence[tuple[Node, int]] = ()) -> bool:
         """Make the next roster: whoever left is out, newcomers hold the state of the given round. Returns
-        whether anything changed.
+        whether there is something to note: a node that is back under its name has another secret.
 
         A newcomer whose name is in the roster still, as it was cut off for a moment, keeps its slot.
         """
@@ -114,7 +115,7 @@ class Registry:
         gone = [node for node in self.roster.members if node not in staying]
         joining = [node.node for node, _ in newcomers if node.node not in self.roster]
         before, self.roster = self.roster, self.roster.changed(leave=gone, join=joining)
-        return self.roster is not before
+        return self.roster is not before or bool(newcomers)
 
     def dissolve(self) -> None:
         """Nobody is a member any more."""
@@ -126,8 +127,8 @@ class Registry:
         agreement = result.agreement()
         for member in active.members.values():
             node = self.nodes.get(member.node)
-            if node is None:
-                continue
+            if node is None or node.state not in ("active", "lagging"):
+                continue  # it is gone, or back without its seat, or has left the common state
             lanes = [
                 exchange.lane
                 for exchange in node.exchanges

@@ -184,7 +184,10 @@ class ResultRing:
 
     def put(self, result: Result) -> None:
         """Keep a committed result and drop the oldest beyond the bounds."""
+        newest = next(reversed(self._results), -1)
         self._results[result.round] = result
+        if result.round < newest:  # out of the journal
+            self._results = OrderedDict(sorted(self._results.items()))
         self._held += result.nbytes
         while len(self._results) > 1 and (len(self._results) > self._rounds or self._held > self._limit):
             _, oldest = self._results.popitem(last=False)

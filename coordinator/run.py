@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, Literal
 
-from coordinator.active_round import ActiveRound, Pool
+from coordinator.active_round import ActiveRound
 from coordinator.catchup import result_bytes
 from coordinator.chunk_store import ChunkStore, MemoryChunkStore
 from coordinator.digests import Judgement
+from coordinator.ending import ENDED, Ending
 from coordinator.events import (
-    CoordinatorStopped,
     DigestAgreed,
     JournalTrouble,
     Listener,
@@ -38,13 +39,14 @@ from coordinator.leases import Lease, LeaseBook
 from coordinator.newcomers import Newcomers
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
+from coordinator.reducing import Pool
 from coordinator.refusal import DIGEST_MISMATCH, Refused
 from coordinator.registry import Registry
 from coordinator.replay import first_kept
 from coordinator.result import Result, ResultRing
 from coordinator.snapshotting import Snapshotting
 from coordinator.start import Start, ahead
-from coordinator.timer import Alarm, Timer
+from coordinator.timer import Timer
 from coordinator.training import Training
 from optim.aggregate import TallyFunction
 from protos.atoll_pb2 import CoordinatorMessage, Ready, Report, Stop
@@ -54,7 +56,6 @@ log = logging.getLogger(__name__)
 
 Phase = Literal["gathering", "syncing", "training", "done", "failed", "suspended"]
 
-ENDED: Final = ("done", "failed", "suspended")
 RECOVERED_RESULTS: Final = 4  # of the last rounds, read at a restart: who misses one of them is hardly behind
 
 
@@ -103,7 +104,6 @@ class Run:
         self.history = History()
         self.counters: Counter[str] = Counter()
         self.started_at: float | None = None
-        self.ended_at: float | None = None
         self.state_bytes = 0
         self.data_digest = plan.data_digest
         self.finished = asyncio.Event()
@@ -114,12 +114,12 @@ class Run:
         self.journal = journal or MemoryJournal()
         self.newcomers = Newcomers(self)
         self.gathering = Gathering(self)
+        self.ending = Ending(self)
         self.snapshotting = Snapshotting(self, chunks or MemoryChunkStore(), file_pool or pool)
         self.snapshots = self.snapshotting.snapshots
         self.wall = wall
         self.tell = tell
         self.training = Training(self, pool, tally)
-        self._last_chance: Alarm | None = None  # at the end, for nodes that still lack results
         if self.journal.recovered is not None:
             self._restore(self.journal.recovered)
 
@@ -138,11 +138,11 @@ class Run:
     def begin(self, start: Start) -> None:
         """Settle the state that everybody goes on with; who holds another one loads it."""
         log.info("%s", start.reason)
+        self.snapshots.discard("the run has begun anew")
         self.begun, self.round, self.started_at = True, start.round, self.now()
         self.settling = True
         self.leases = LeaseBook(start.samples)
         self.history.begin(start.round, start.digest)
-        self.snapshots.discard("the run has begun anew")
         self.journal.begin(
             StartRecord(start.round, start.digest, start.samples, self.data_digest, self.state_bytes)
         )
@@ -155,6 +155,8 @@ class Run:
 
     def _restore(self, found: Recovered) -> None:
         """Go on where the journal ends."""
+        if found.last is None and not found.roster.members:
+            return  # it ended in the moment in which it began: it begins again
         self.begun = self.restarted = True
         self.round, self.started_at = found.round, self.now()
         self.state_bytes, self.data_digest = found.start.state_bytes, found.start.data_digest
@@ -167,9 +169,9 @@ class Run:
         self.history.begin(found.start.round, found.start.digest, found.digests)
         self.registry.restore(found.roster)
         self.training.memory.load(found.memory)
+        self.gathering.restore(self.registry.roster.members)
         for index in range(max(self.round - RECOVERED_RESULTS, self.first_kept()), self.round):
             self.journal.load(index, self._read)
-        self.gathering.restore(self.registry.roster.members)
         for note in found.notes:
             self.tell(JournalTrouble(note))
         self._tell_begun(RunResumed, self.registry.roster.members, self.reason)
@@ -186,17 +188,17 @@ class Run:
 
     def skip(self, start: Start) -> None:
         """The nodes are ahead of the journal, whose last rounds were lost: go on from their state."""
-        log.warning(
-            "the journal ends after round %d, the nodes hold the state after round %d: %s",
-            self.round, start.round, start.reason,
-        )  # fmt: skip
+        text = f"the journal ends after {self.round} rounds, nodes hold the state after {start.round}"
+        log.warning("%s: %s", text, start.reason)
+        self.tell(JournalTrouble(text))
         self.round = start.round
         self.leases = LeaseBook(max(start.samples, self.leases.frontier), trained=self.leases.trained)
-        self.history.begin(start.round, start.digest)
+        self.history.begin(start.round, start.digest, self.history.agreed)
         self.journal.skipped(start.round, self.leases.frontier)
         for node in self.registry.in_session():
-            if node.node in start.holders:
-                self.newcomers.add(node, start.round)
+            self.newcomers.add(
+                node, start.round if node.node in start.holders else self.newcomers.trusted(node)
+            )
 
     # ----------------------------------------------------------------------------------------------- results
 
@@ -213,12 +215,12 @@ class Run:
         self.tell(kind(node.node, node.name, node.address, node.claim.round, node.weight, node.ranks))
         problem = ahead(node.claim.round, self.round) if self.begun else None
         if self.phase in ENDED:
-            self.dismiss(node, self.reason)
+            self.ending.arrived(node)
         elif not self.begun:
             self.gathering.changed()
         elif problem is not None and self.gathering.awaited:
             self.gathering.changed()  # the journal may have lost its last rounds
-        elif problem is not None:
+        elif problem is not None and not node.known:
             self.dismiss(node, problem)
         elif not self.training.returned(node):
             self.newcomers.add(node, node.held)
@@ -241,6 +243,7 @@ class Run:
         if not self.registry.remove(node):
             return
         node.state = "left"
+        node.cut_off = not cleanly
         node.left_cleanly = cleanly or bool(node.stopping)
         node.reason = node.stopping or reason
         self.tell(NodeLeft(node.node, node.name, node.reason, node.left_cleanly))
@@ -249,13 +252,13 @@ class Run:
             node.outbox = None
         for exchange in node.exchanges:
             exchange.close(Refused("", f"the session of {node.node} has ended: {reason}", "ABORTED"))
+        self.newcomers.departed(node)
         self._withdraw(node, reason)
         if not self.begun:
             self.gathering.changed()
         else:
             self.newcomer_moved()
-        if self.phase in ENDED and not self.registry.nodes:
-            self.finished.set()
+        self.ending.departed()
 
     def dismiss(self, node: Node, reason: str, *, done: bool = False, evaluate: bool = False) -> None:
         """Tell a node to leave. Unless the run is ``done``, it is out of it at once."""
@@ -287,10 +290,25 @@ class Run:
 
     def between_rounds(self) -> None:
         """Make the next roster, then open the next round or do what has to be done before."""
+        with self.guarded():
+            self._between_rounds()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """A defect is told, and the run suspended, rather than left standing still."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("a defect of the coordinator in round %d", self.round + 1)
+            self.suspend(
+                f"a defect of the coordinator in round {self.round + 1}: {error!r}; please report it"
+            )
+
+    def _between_rounds(self) -> None:
         if self.newcomers.seat():
             self.journal.roster(self.registry.record())
         if self.round >= self.plan.rounds:
-            self._end("done", f"all {self.plan.rounds} rounds are committed")
+            self.ending.end("done", f"all {self.plan.rounds} rounds are committed")
         elif not self.registry.roster.members:
             self.gathering.regroup()
         elif self.settling and (waiting := self.newcomers.waiting()):
@@ -300,6 +318,7 @@ class Run:
         else:
             self.settling = False
             self.phase, self.reason = "training", f"round {self.round + 1} of {self.plan.rounds}"
+            self.gathering.end()
             self.snapshotting.consider()
             self.training.open()
 
@@ -327,63 +346,36 @@ class Run:
         for round_index, digest in self.history.newly_agreed():
             self.journal.agreed(round_index, digest)
             self.tell(DigestAgreed(round_index, digest))
+            self.snapshots.judge()
 
     def _sentence(self, judgement: Judgement) -> None:
         """Those who have left the common state lose their place until they have loaded it."""
         for node_id in judgement.deviants:
             node = self.registry.get(node_id)
-            if node is not None and node.in_session and node.state in ("active", "lagging"):
-                node.deviated = True
-                self.count(DIGEST_MISMATCH)
+            self.history.retract(node_id)
+            if node is None or node.deviated or (node.joining and node.held is None):
+                continue
+            self.count(DIGEST_MISMATCH)
+            problem = f"{node_id} has left the common state: {judgement.reason}"
+            facts = (node_id, node.report.round, node.report.state_digest, judgement.agreed or "")
+            if node.in_session:
+                node.state, node.held, node.goal = "joining", None, -1
                 self._withdraw(node, "it has left the common state")
-                times = self.newcomers.failed(
-                    node, f"{node_id} has left the common state: {judgement.reason}"
-                )
-                digests = (node.report.state_digest, judgement.agreed or "")
-                self.tell(NodeDeviated(node_id, node.report.round, *digests, times, judgement.reason))
+                times = self.newcomers.failed(node, problem)
+            else:  # too late: it has been told to leave
+                node.deviated, times = True, 1
+            self.tell(NodeDeviated(*facts, times, judgement.reason))
 
     # --------------------------------------------------------------------------------------------- end
 
     def stop(self, reason: str) -> None:
         """End the run from outside; nodes are told why."""
-        self._end("failed", reason)
+        self.ending.end("failed", reason)
 
     def fail(self, reason: str) -> None:
         """The run cannot go on."""
-        self._end("failed", reason)
+        self.ending.end("failed", reason)
 
     def suspend(self, reason: str) -> None:
-        """Go no further, and tell the nodes nothing: they hold, until a coordinator goes on with the journal."""
-        if self.phase not in ENDED:
-            self._halt("suspended", reason)
-            self.finished.set()
-
-    def _halt(self, phase: Literal["done", "failed", "suspended"], reason: str) -> None:
-        self.phase, self.reason = phase, reason
-        self.ended_at = self.now()
-        self.gathering.end()
-        active, self.training.active = self.active, None
-        if active is not None:
-            active.stop(Refused("", f"the run has ended: {reason}", "UNAVAILABLE"))
-        self.snapshots.stop()
-        self.tell(CoordinatorStopped(phase, reason, self.round))
-
-    def _end(self, phase: Literal["done", "failed"], reason: str) -> None:
-        if self.phase in ENDED:
-            return
-        self._halt(phase, reason)
-        evaluating = self.training.last_evaluator() if phase == "done" else None
-        for node in list(self.registry.nodes.values()):
-            behind = phase == "done" and node.state == "lagging" and node.position < self.round
-            if behind and self.results.get(node.position) is not None:
-                self.training.order(node)
-            else:
-                self.dismiss(node, reason, done=phase == "done", evaluate=node is evaluating)
-        if not self.registry.nodes:
-            self.finished.set()
-        else:
-            self._last_chance = self.timer.call_at(self.now() + self.plan.stall, self._all_out)
-
-    def _all_out(self) -> None:
-        for node in list(self.registry.nodes.values()):
-            self.dismiss(node, self.reason, done=self.phase == "done")
+        """Go no further; see :meth:`coordinator.ending.Ending.suspend`."""
+        self.ending.suspend(reason)

@@ -332,8 +332,8 @@ class _Calls:
     ) -> None:
         """Send what answers a request, at the pace that the rounds leave; as long as it is read."""
         stream = Stream(context, self._hub, node)
-        flow = self._hub.pacer.flow()
-        stall = self._hub.plan.stall
+        flow, stall = self._hub.pacer.flow(), self._hub.plan.stall
+        loop = asyncio.get_running_loop()
         try:
             async with contextlib.aclosing(answer(node, request)) as frames:
                 async for frame in frames:
@@ -341,11 +341,14 @@ class _Calls:
                         await asyncio.sleep(pause)
                     if node.state == "left":
                         raise Refused("", f"the session has ended: {node.reason}", "ABORTED")
+                    alarm = loop.call_later(stall, stream.interrupt)
                     try:
-                        await asyncio.wait_for(stream.write(frame), stall)
-                    except asyncio.TimeoutError:
+                        await stream.write(frame)
+                    except Interrupted:
                         text = f"{node.node} has not read for {stall:g} s"
                         raise Refused(STALLED, text, "DEADLINE_EXCEEDED") from None
+                    finally:
+                        alarm.cancel()
                     self._hub.moved(node)
         except Refused as refused:
             self._hub.count(refused.kind)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from coordinator.chunk_store import ChunkStore, FileChunkStore
+from coordinator.ending import ENDED
 from coordinator.events import Listener, ignore
 from coordinator.hub import Hub
 from coordinator.journal import Journal
 from coordinator.metrics import Metrics, MetricsServer
 from coordinator.plan import RunPlan
 from coordinator.pool import ThreadPool
-from coordinator.run import ENDED
 from coordinator.server import serve
 from coordinator.timer import LoopTimer
 from optim.bits import tally

@@ -9,11 +9,11 @@ from typing import Final
 import xxhash
 from google.protobuf.message import DecodeError
 
-from coordinator.active_round import Pool
 from coordinator.chunk_store import ChunkStore, ChunkStoreError, StoredState
 from coordinator.manifest import parse_chunks_header
 from coordinator.partial_snapshot import PartialSnapshot, Upload
-from coordinator.pool import in_pool
+from coordinator.pool import in_background, in_pool
+from coordinator.reducing import Pool
 from coordinator.refusal import BAD_TRANSFER, Refused
 from protos.atoll_pb2 import ChunksRequest, Donate, Manifest
 from protos.snapshots import chunk_range, chunks, shares
@@ -200,9 +200,17 @@ class Snapshots:
         if self.gathering is not None:
             self.gathering.departed(node, reason)
 
+    def judge(self) -> None:
+        """The nodes may have agreed on another state since the last call."""
+        self._weed()
+        if self.gathering is not None:
+            self.gathering.judge()
+
     def sweep(self) -> tuple[str, ...]:
         """Give the snapshot up if donors make no progress; returns them. To be called every heartbeat."""
-        self._weed()
+        self.judge()
+        if self.gathering is not None:
+            self.gathering.expire(self._stall)
         if self.gathering is None:
             return ()
         now = self._now()
@@ -303,12 +311,4 @@ class Snapshots:
             self._drop(snapshot.data)
 
     def _drop(self, data: StoredState) -> None:
-        def drop() -> list[bytes]:
-            data.drop()
-            return []
-
-        def dropped(_: list[bytes] | None, error: BaseException | None) -> None:
-            if error is not None:
-                log.warning("%s", error)
-
-        self._pool.submit(drop, dropped)
+        in_background(self._pool, data.drop)

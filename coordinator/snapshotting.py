@@ -13,7 +13,7 @@ from coordinator.snapshots import Snapshot, Snapshots
 from protos.atoll_pb2 import CoordinatorMessage
 
 if TYPE_CHECKING:
-    from coordinator.active_round import Pool
+    from coordinator.reducing import Pool
     from coordinator.run import Run
 
 log = logging.getLogger(__name__)

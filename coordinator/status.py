@@ -74,6 +74,6 @@ def status_of(run: Run, now: float, bytes_in: int, bytes_out: int) -> StatusRepl
         nodes=[node_status(node) for node in (*run.registry.nodes.values(), *run.registry.left)],
         curve=run.history.curve(),
         counters=dict(run.counters),
-        seconds=0.0 if run.started_at is None else (run.ended_at or now) - run.started_at,
+        seconds=0.0 if run.started_at is None else (run.ending.at or now) - run.started_at,
         state_digest=run.history.agreed_digest,
     )

@@ -18,7 +18,7 @@ def sweep(run: Run) -> None:
         silent = now - node.seen_at
         if node.stopping:
             if silent >= stall:
-                run.departed(node, node.stopping)
+                run.departed(node, node.stopping, cleanly=True)
         elif silent >= 3 * run.plan.heartbeat and node.outbox is not None:
             run.departed(node, f"no heartbeat for {silent:.0f} s")
         elif silent >= stall and node.outbox is None:

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coordinator.active_round import ActiveRound, Pool, Reducing
+from coordinator.active_round import ActiveRound
 from coordinator.arrivals import Deadlines
-from coordinator.events import RoundCommitted, RoundOpened
+from coordinator.events import JournalTrouble, RoundCommitted, RoundOpened
 from coordinator.journal import Done
 from coordinator.member import Member
 from coordinator.nodes import Node
 from coordinator.ramp import ramp
 from coordinator.record import round_record
 from coordinator.reducer import Slab
+from coordinator.reducing import Pool, Reducing
 from coordinator.rounds import State, Verdict, evaluates, evaluator, worth_waiting
 from optim.aggregate import ReducerMemory, TallyFunction
 from protos.atoll_pb2 import CoordinatorMessage, RoundOpen
@@ -54,7 +55,7 @@ class Training:
 
     def seated(self, nodes: Sequence[Node]) -> None:
         """These have become members since the last round."""
-        self._newcomers = tuple(node.node for node in nodes)
+        self._newcomers += tuple(node.node for node in nodes)
 
     def open(self) -> None:
         """Open the next round with the members of the roster."""
@@ -62,7 +63,10 @@ class Training:
         plan, roster = run.plan, run.registry.roster
         members, frontier = [], run.leases.frontier
         for node_id, row in zip(roster.members, self._slab.rows(len(roster)), strict=True):
-            node = run.registry.nodes[node_id]
+            node = run.registry.get(node_id)
+            if node is None:  # gone since the roster was made
+                members.append(Member(node_id, 1, row[: table.nbytes], State.GONE, live=False))
+                continue
             if node.position < run.round:
                 node.state = "lagging"
             state = State.LAGGING if node.state == "lagging" else State.EXPECTED
@@ -99,6 +103,8 @@ class Training:
     def _exceptional(self) -> str:
         """Why somebody will come late in the round that opens, if that is known."""
         run = self._run
+        if not run.plan.adaptive:
+            return "the run file says so"
         if self._evaluator is not None:
             return f"{self._evaluator} evaluates after the last round"
         if self._newcomers:
@@ -113,13 +119,18 @@ class Training:
         """Send a member the next RoundOpen that it can act on, unless it has it already."""
         run, active = self._run, self.active
         roster = run.registry.roster
-        if node is None or not node.in_session or node.opened >= node.position or node.node not in roster:
+        if node is None or not node.seated or node.opened >= node.position or node.node not in roster:
             return
         position = node.position
         order = RoundOpen(round=position, epoch=roster.epoch, members=roster.members, frontier=self._frontier)
         if position < run.round:
             order.result_ready = True
-        elif position == run.round and active is not None and node.node in active.members:
+        elif (
+            position == run.round
+            and active is not None
+            and not active.closing
+            and node.node in active.members
+        ):
             held = run.leases.held_by(node.node, position)
             lease = held or run.leases.take(node.node, position, run.plan.samples(position, node.batch))
             order.lease_start, order.lease_count = lease.start, lease.count
@@ -135,11 +146,12 @@ class Training:
 
     def returned(self, node: Node) -> bool:
         """Give a member that was cut off for a moment its seat in the round in flight again."""
-        round_index = self._run.round
-        if self.active is None or node.held != round_index or not self.active.returned(node.node):
+        run, active = self._run, self.active
+        if active is None or node.held != run.round or not active.returned(node.node, node.weight):
             return False
-        node.position = node.first_round = round_index
-        node.opened, node.state = round_index - 1, "active"
+        node.position = node.first_round = run.round
+        node.opened, node.state = run.round - 1, "active"
+        run.journal.roster(run.registry.record())  # with its new secret
         self.order(node)
         return True
 
@@ -151,13 +163,18 @@ class Training:
         run.journal.commit(record, active.result.payload, self.memory.arrays() or None, done)
 
     def _closed(self, active: ActiveRound, verdict: Verdict) -> None:
-        if self.active is not active:
-            return  # the run has ended meanwhile
-        self.active = None
+        if self.active is active:  # else the run has ended meanwhile
+            self.active = None
+            with self._run.guarded():
+                self._close(active, verdict)
+
+    def _close(self, active: ActiveRound, verdict: Verdict) -> None:
         run, result, now = self._run, active.result, self._run.now()
         if verdict.action == "fail":
             if active.settled:  # and could not be kept
+                run.tell(JournalTrouble(verdict.reason, fatal=True))
                 run.suspend(verdict.reason)
+                active.stop(run.ending.refusal())
             elif any(member.live for member in active.members.values()):
                 run.fail(verdict.reason)
             else:

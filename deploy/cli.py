@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from deploy.audit_command import EXAMPLE as AUDIT
+from deploy.audit_command import audit
 from deploy.cli_island import island_app
 from deploy.cli_node import address, join, train
 from deploy.cli_plan import plan
@@ -24,6 +26,7 @@ from deploy.doctor_command import doctor
 from deploy.errors import INTERRUPTED, message
 from deploy.export_command import EXAMPLES, export
 from deploy.options import (
+    EventsOption,
     InviteText,
     Json,
     MethodOption,
@@ -121,9 +124,7 @@ def coordinator(
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(
-            envvar="ATOLL_TOKEN", help="Secret of the invite, to keep it over restarts; else random."
-        ),
+        typer.Option(envvar="ATOLL_TOKEN", help="Secret of the invite; else the journal's, at first random."),
     ] = None,
     invite_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Also write the invite there while the run is on.")
@@ -137,10 +138,30 @@ def coordinator(
             min=1, help="Wait for so many nodes before the first round, instead of the run file's number."
         ),
     ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder in which the run is kept: started again with it, the coordinator goes on. "
+            "NAME.journal, of the run's name, if not given; another folder begins the run anew.",
+        ),
+    ] = None,
+    journal_size: Annotated[
+        str, typer.Option(metavar="BYTES", help="How much of the rounds' results the journal keeps.")
+    ] = "10GB",
+    snapshot_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Rounds between two snapshots for newcomers; 0: when they cost less than results do.",
+        ),
+    ] = 0,
+    events: EventsOption = None,
     json_log: Annotated[bool, typer.Option("--json-log", help="Log lines as JSON objects.")] = False,
 ) -> None:
     """Coordinate a run; prints the invite for the nodes."""
     from protos.runfile import RunFile
+    from protos.units import parse_bytes
 
     runfile = RunFile.load(file)
     from deploy import serving
@@ -153,6 +174,10 @@ def coordinator(
         invite_file=invite_file,
         stay=stay,
         nodes=nodes,
+        journal=journal,
+        keep_bytes=parse_bytes(journal_size),
+        snapshot_every=snapshot_every,
+        events=events,
     )
     if json_log:
         serving.log_as_json()
@@ -252,6 +277,7 @@ app.command(
 
 app.command("export", epilog=EXAMPLES)(export)
 app.command("timeline", epilog=TIMELINE)(timeline)
+app.command("audit", epilog=AUDIT)(audit)
 app.command("replay", epilog=REPLAY)(replay)
 app.command("doctor", epilog=DOCTOR)(doctor)
 

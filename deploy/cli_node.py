@@ -86,9 +86,9 @@ def join(
     with _told(events, quiet, name) as tell:
         try:
             summary = join_run(where, options, tell)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as signalled:
             typer.echo(f"left the run of {where.address}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(_code(signalled)) from None
     if not summary.done and leads():  # another rank's code would end the leader before it has taken leave
         raise typer.Exit(1)
 
@@ -132,12 +132,18 @@ def train(
     with _told(events, quiet) as tell:
         try:
             summary = train_alone(runfile, options, tell)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as signalled:
             saved = f"; the state is saved in {save}" if save else "; nothing is saved without --save"
             typer.echo(f"stopped before the end{saved}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(_code(signalled)) from None
     if not summary.done and leads():
         raise typer.Exit(1)
+
+
+def _code(signalled: BaseException) -> int:
+    """The exit code after Ctrl-C, or another signal."""
+    code = signalled.code if isinstance(signalled, SystemExit) else INTERRUPTED
+    return code if isinstance(code, int) else 1
 
 
 def _precision(text: str) -> Precision:

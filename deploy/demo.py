@@ -93,6 +93,10 @@ class Files:
         return self.out / "checkpoint"
 
     @property
+    def journal(self) -> Path:
+        return self.out / "journal"
+
+    @property
     def picture(self) -> Path:
         return self.out / "demo.png"
 
@@ -113,8 +117,8 @@ class Files:
             old = [self.invite, self.picture, self.results]
             for path in [*old, *(self.log(name) for name in names), *(self.events(name) for name in names)]:
                 path.unlink(missing_ok=True)
-            if self.checkpoint.is_dir():
-                shutil.rmtree(self.checkpoint)
+            for folder in filter(Path.is_dir, (self.checkpoint, self.journal)):
+                shutil.rmtree(folder)
         except OSError as error:
             raise UserError(f"the demo cannot write to {self.out}: {error.strerror or error}") from error
 
@@ -130,6 +134,7 @@ def run_files(options: Options) -> tuple[str, str]:
         ("run", "rounds"): options.rounds or STEPS,
         ("run", "nodes"): options.nodes,
         ("method", "name"): options.method,
+        ("round", "adaptive"): False,  # all share one machine: who is late is its scheduler's choice
         **options.values,
     }
     name = "the demo's run file"
@@ -258,7 +263,7 @@ class Demo:
         listen = f"127.0.0.1:{self.options.port}"
         coordinator = self._start(
             children, "coordinator", "coordinator", str(files.run), "--listen", listen,
-            "--invite-file", str(files.invite), "--stay", "--metrics", "off",
+            "--invite-file", str(files.invite), "--journal", str(files.journal), "--stay", "--metrics", "off",
         )  # fmt: skip
         self._screen.say(f"coordinator and {self.options.nodes} nodes start; logs are in {self.options.out}")
         invite = self._invite(children)

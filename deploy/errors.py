@@ -16,6 +16,8 @@ EXPECTED = frozenset(
         "protos.units.UnitError",
         "protos.buckets.BucketTableError",
         "optim.roles.RoleError",
+        "coordinator.chunk_store.ChunkStoreError",
+        "coordinator.journal.JournalError",
         "node.language.ModelError",
         "node.tokens.DataError",
         "node.checkpoint_meta.CheckpointError",

@@ -85,10 +85,10 @@ class EventLog:
                 return
             if isinstance(event, of_node.Joined):
                 self.who = event.node
-            if self._lost and self._write(EventsLost(self._lost)):
-                self._lost = 0
-            if not self._write(event):
+            if self._lost and not self._write(EventsLost(self._lost)):
                 self._lost += 1
+                return
+            self._lost = 0 if self._write(event) else 1
 
     def _write(self, event: Event) -> bool:
         line = b"\n" * self._torn + self._line(event)

@@ -76,13 +76,11 @@ def cut(moments: Sequence[Moment], start: str | None, end: str | None) -> tuple[
     last = len(moments) if end is None else _last(moments, end)
     if first >= last:
         known = [moment.event.round + 1 for moment in moments if isinstance(moment.event, _BEGINNING)]
+        if not moments:
+            raise UserError("there is nothing to show: the logs hold no events")
         rounds = f" and hold rounds {min(known)} to {max(known)}" if known else ""
-        span = (
-            f"from {utc(moments[0].at):%H:%M:%S} to {utc(moments[-1].at):%H:%M:%S}{rounds}"
-            if moments
-            else "nothing"
-        )
-        raise UserError(f"there is nothing to show: the logs go {span}")
+        span = f"{utc(moments[0].at):%H:%M:%S} to {utc(moments[-1].at):%H:%M:%S}"
+        raise UserError(f"there is nothing to show: the logs go from {span}{rounds}")
     return first, last
 
 

@@ -45,6 +45,10 @@ def sentence(event: events.Event) -> str:
         return round_line(event)
     if isinstance(event, events.RoundMissed):
         return f"round {event.round + 1} was decided without this node: {event.reason}"
+    if isinstance(event, events.Replayed):
+        last = event.first + event.count
+        rounds = f"rounds {event.first + 1} to {last}" if event.count != 1 else f"round {last}"
+        return f"caught up with {rounds}: {_transfer(event.nbytes, event.seconds)}"
     if isinstance(event, events.StateLoaded):
         return f"state after round {event.round} loaded: {_transfer(event.nbytes, event.seconds)}"
     if isinstance(event, events.StateSent):

@@ -10,8 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.events import ignore
+from coordinator.journal_file import FileJournal
+from coordinator.journal_folder import KEEP_BYTES, JournalFolder
 from coordinator.service import Outcome, Started, run_coordinator
 from deploy.costs import Costs, run_costs
+from deploy.event_log import EventLog
 from deploy.invitation import advertised_host, handed_over
 from deploy.narration import Narrator
 from deploy.status import StatusClient
@@ -27,7 +31,11 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line says beside the run file; ``None`` leaves it to the run file or to chance."""
+    """What the command line says beside the run file; ``None`` leaves it to the run file or to chance.
+
+    ``journal`` is the folder of the journal, that of the run's name by default, and ``keep_bytes`` what it
+    keeps of results; ``snapshot_every`` 0 leaves the rounds between two snapshots to the coordinator.
+    """
 
     listen: Address | None = None
     advertise: str | None = None
@@ -36,6 +44,10 @@ class Choices:
     invite_file: Path | None = None
     stay: bool = False
     nodes: int | None = None
+    journal: Path | None = None
+    keep_bytes: int = KEEP_BYTES
+    snapshot_every: int = 0
+    events: Path | None = None
 
 
 def metrics_address(runfile: RunFile, choices: Choices, listen: Address) -> Address | None:
@@ -54,7 +66,7 @@ def _own_host(address: Address) -> str:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """0 for a run that is done, 128 + signal for one that was stopped by a signal, 1 for one that failed."""
+    """0 for a run that is done, 128 + signal for one that a signal has ended or suspended, else 1."""
     if outcome.phase == "done":
         return 0
     if "SIGINT" in outcome.reason:
@@ -73,35 +85,50 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
 
     Raises:
         InviteError, AddressError, UserError: a choice that cannot be used.
+        JournalError: the folder of the journal cannot be used.
         ListenError, MetricsError: an address that is taken or not this machine's.
         ModelError, RoleError, UserError: a run file whose model cannot be built.
     """
     listen = choices.listen or runfile.coordinator.address
-    token = new_token() if choices.token is None else choices.token
-    check_token(token)
     host = advertised_host(listen, choices.advertise)
-    Invite(token, host, listen.port or 1)  # a host that no invite can name is found before the wait for torch
+    # A host or a token that no invite can hold is found before the wait for torch.
+    Invite(new_token() if choices.token is None else choices.token, host, listen.port or 1)
     costs = run_costs(runfile)
-    stack = ExitStack()
+    with ExitStack() as stack:
+        folder = stack.enter_context(opened(runfile, costs, choices))
+        say(beginning(folder))
+        if folder.ended and not choices.stay:
+            say(
+                f"all {runfile.run.rounds:,} rounds are committed and every node has left; for another run "
+                "of this file give another folder with --journal"
+            )
+            return 0
+        token = choices.token or folder.token or new_token()
+        check_token(token)
+        folder.keep_token(token)
+        log_of_events = (
+            ignore if choices.events is None else stack.enter_context(EventLog(choices.events, "coordinator"))
+        )
 
-    def started(where: Started) -> None:
-        invite = Invite(token, host, where.address.port)
-        stack.enter_context(handed_over(invite, choices.invite_file))
-        say(f"run {runfile.run.name}: {runfile.method.name}, {runfile.run.rounds:,} rounds, "
-            f"{costs.parameters:,} parameters, {each_round(costs)}")  # fmt: skip
-        say(f"listening on {where.address}")
-        if where.metrics is not None:
-            say(f"metrics at http://{where.metrics}/metrics")
-        nodes = runfile.run.nodes if choices.nodes is None else choices.nodes
-        say(f"waiting for {nodes} node{'s' * (nodes != 1)}; on each machine:")
-        say(f"  atoll join {invite}")
-        dialled = Invite(token, _own_host(where.address), where.address.port)
-        client = stack.enter_context(StatusClient(dialled))
-        stack.enter_context(Narrator(client, log.info))
-        if invite.reach:
-            log.warning("%s; give --advertise HOST with the name or address that they reach", invite.reach)
+        def started(where: Started) -> None:
+            invite = Invite(token, host, where.address.port)
+            stack.enter_context(handed_over(invite, choices.invite_file))
+            say(f"run {runfile.run.name}: {runfile.method.name}, {runfile.run.rounds:,} rounds, "
+                f"{costs.parameters:,} parameters, {each_round(costs)}")  # fmt: skip
+            say(f"listening on {where.address}")
+            if where.metrics is not None:
+                say(f"metrics at http://{where.metrics}/metrics")
+            nodes = runfile.run.nodes if choices.nodes is None else choices.nodes
+            say(f"waiting for {nodes} node{'s' * (nodes != 1)}; on each machine:")
+            say(f"  atoll join {invite}")
+            dialled = Invite(token, _own_host(where.address), where.address.port)
+            client = stack.enter_context(StatusClient(dialled))
+            stack.enter_context(Narrator(client, log.info))
+            if invite.reach:
+                log.warning(
+                    "%s; give --advertise HOST with the name or address that they reach", invite.reach
+                )
 
-    with stack:
         outcome = run_coordinator(
             runfile,
             costs.tables,
@@ -111,9 +138,35 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
             on_started=started,
             stay=choices.stay,
             nodes=choices.nodes,
+            journal=lambda post: FileJournal(folder, post),
+            snapshots=folder.snapshots,
+            snapshot_every=choices.snapshot_every,
+            on_event=log_of_events,
         )
+        if outcome.phase == "done":
+            folder.mark_ended()
     say(f"{outcome.phase} after {outcome.round:,} rounds: {outcome.reason}")
     return exit_code(outcome)
+
+
+def opened(runfile: RunFile, costs: Costs, choices: Choices) -> JournalFolder:
+    """Open the journal of a run; see :meth:`JournalFolder.open`."""
+    return JournalFolder.open(
+        choices.journal or Path(f"{runfile.run.name}.journal"),
+        run_digest=runfile.digest,
+        table_digest=costs.tables.digest,
+        run_toml=runfile.to_toml(),
+        keep_bytes=choices.keep_bytes,
+    )
+
+
+def beginning(folder: JournalFolder) -> str:
+    """With what a coordinator begins, in words."""
+    found = folder.recovered
+    if found is None:
+        return f"journal in {folder.path}"
+    notes = f" ({'; '.join(found.notes)})" if found.notes else ""
+    return f"going on from round {found.round + 1:,} of the journal in {folder.path}{notes}"
 
 
 class JsonFormatter(logging.Formatter):

@@ -32,6 +32,7 @@ from node.torchrun import leads, ranks_here
 from node.worker import INTERRUPTED, Worker
 from protos.invite import Invite
 from protos.runfile import RunFile
+from protos.waits import longest_round
 
 if TYPE_CHECKING:
     from node.island.ranks import IslandRanks
@@ -332,8 +333,8 @@ def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[N
 
 
 def _limits(runfile: RunFile, options: Options) -> Limits:
-    """Deadlines that follow from the run's own: a round may wait for start, deadline and quorum."""
-    longest = 2 * runfile.round.start_timeout + runfile.round.deadline + 60.0
+    """Deadlines that follow from the run's own."""
+    longest = longest_round(runfile.round.deadline, runfile.round.start_timeout)
     return Limits(wait=options.wait, reconnect=options.wait, round=longest, order=max(3600.0, 2 * longest))
 
 

@@ -11,6 +11,7 @@ from node.events import (
     Abstained,
     Evaluated,
     Event,
+    Replayed,
     RoundDone,
     RoundMissed,
     StateLoaded,
@@ -79,8 +80,13 @@ class NodeMetrics:
             self._abstained.inc()
         elif isinstance(event, RoundMissed):
             self._missed.inc()
-        elif isinstance(event, (StateLoaded, StateSent, TransferFailed)):
-            kinds = {StateLoaded: "loaded", StateSent: "sent", TransferFailed: "failed"}
+        elif isinstance(event, (Replayed, StateLoaded, StateSent, TransferFailed)):
+            kinds = {
+                Replayed: "replayed",
+                StateLoaded: "loaded",
+                StateSent: "sent",
+                TransferFailed: "failed",
+            }
             self._transfers.labels(kinds[type(event)]).inc()
 
     def _validated(self, loss: float, bits_per_byte: float) -> None:

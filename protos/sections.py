@@ -170,6 +170,11 @@ class RoundConfig(Section):
         description="The longest that a round waits after its first contribution, then it commits without "
         "the others. How long it really waits follows from when the contributions of the last rounds came.",
     )
+    adaptive: bool = Field(
+        default=True,
+        description="Wait less than the deadline once it is known when contributions usually come; false: a "
+        "slow node holds every round up to the deadline, and is always counted if it makes that.",
+    )
     start_timeout: Duration = Field(
         default=600.0,
         description="Longest wait for a round's first contribution and, after the deadline, for a quorum.",

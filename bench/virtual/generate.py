@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from typing import Final
 
 from bench.virtual.schedule import (
@@ -19,6 +21,7 @@ from bench.virtual.schedule import (
 MOST_FAULTS: Final = 6
 LONGEST: Final = 40.0  # seconds
 COORDINATORS_SHARE: Final = 0.3  # of the faults
+NEWCOMER_PHASES: Final = ("joining", "loading", "replaying")
 _LASTING: Final = ("hang", "partition", "delay", "reorder", "jump", "skew")
 _MORTAL: Final = ("kill", "vanish", "leave")
 
@@ -27,18 +30,21 @@ def random_schedule(seed: int) -> Schedule:
     """The schedule number ``seed``; equal numbers give equal schedules."""
     draws = random.Random(seed)
     nodes = draws.randint(1, 5)
-    rounds = draws.randint(4, 10)
+    rounds = draws.randint(4, 12)
     names = [f"n{index}" for index in range(nodes)]
     faults: list[Fault] = []
     for _ in range(draws.randint(0, MOST_FAULTS)):
-        if draws.random() < 0.12:
+        if draws.random() < 0.2:
             names.append(f"n{len(names)}")
             faults.append(Fault(JOIN, names[-1], draws.randint(0, rounds - 2)))
+            if draws.random() < 0.6:  # and does not get far
+                faults.append(_of_node(draws, names[-1], rounds, nodes, NEWCOMER_PHASES))
         elif draws.random() < COORDINATORS_SHARE:
             faults.append(_of_coordinator(draws, rounds))
         else:
             faults.append(_of_node(draws, draws.choice(names), rounds, nodes))
-    return Schedule(nodes, rounds, seed, tuple(faults))
+    kept = draws.choice((0, 0, 1, 2, 3))
+    return Schedule(nodes, rounds, seed, kept, tuple(faults))
 
 
 def allowed(fault: Fault, nodes: int) -> bool:
@@ -54,7 +60,7 @@ def allowed(fault: Fault, nodes: int) -> bool:
 
 
 def _seconds(draws: random.Random) -> float:
-    return round(LONGEST ** draws.random(), 1)
+    return round(math.exp(draws.random() * math.log(LONGEST)), 1)
 
 
 def _of_coordinator(draws: random.Random, rounds: int) -> Fault:
@@ -63,12 +69,14 @@ def _of_coordinator(draws: random.Random, rounds: int) -> Fault:
     return Fault(kind, COORDINATOR, draws.randrange(rounds), phase, _seconds(draws))
 
 
-def _of_node(draws: random.Random, who: str, rounds: int, nodes: int) -> Fault:
+def _of_node(
+    draws: random.Random, who: str, rounds: int, nodes: int, phases: Sequence[str] = NODE_PHASES
+) -> Fault:
     while True:
         kind = draws.choice(list(NODE_FAULTS))
-        phase = draws.choice(NODE_PHASES)
-        anywhere = phase in ("joining", "loading", "replaying", "donating")
-        round_index = -1 if anywhere and draws.random() < 0.7 else draws.randrange(rounds)
+        phase = draws.choice(phases)
+        rare = phase in (*NEWCOMER_PHASES, "donating")
+        round_index = -1 if rare or draws.random() < 0.1 else draws.randrange(rounds)
         lasts = kind in _LASTING or (kind in _MORTAL and draws.random() < 0.75)
         seconds = _seconds(draws) if lasts else 0.0
         fault = Fault(kind, who, round_index, phase, seconds)

@@ -143,7 +143,9 @@ class Checker:
     def _ledger(self, record: RoundRecord, payload: bytes) -> None:
         leases = {node: (start, count) for node, start, count in record.trained}
         if sorted(leases) != sorted(record.voters):
-            self.fail("6", f"round {record.round} was trained by {sorted(leases)}, decided by {record.voters}")
+            self.fail(
+                "6", f"round {record.round} was trained by {sorted(leases)}, decided by {record.voters}"
+            )
             return
         alone = self._works.get(payload) if len(record.voters) == 1 else None
         works = (alone,) if alone is not None else self._tallied.get(payload, ())
@@ -156,8 +158,8 @@ class Checker:
             if (work.start, work.count) != leases[node]:
                 self.fail(
                     "6",
-                    f"{node}'s vote in round {record.round} was computed on samples {work.start}+{work.count}, "
-                    f"the journal says {leases[node][0]}+{leases[node][1]}",
+                    f"{node}'s vote in round {record.round} was computed on samples "
+                    f"{work.start}+{work.count}, the journal says {leases[node][0]}+{leases[node][1]}",
                 )
             self._train(record.round, node, work.start, work.start + work.count)
         self._nothing_lost(record)
@@ -166,7 +168,9 @@ class Checker:
         for other_start, other_end in self._trained:
             if start < other_end and other_start < end:
                 both = max(start, other_start), min(end, other_end)
-                self.fail("6", f"samples {both[0]} to {both[1] - 1} are trained again, by {node} in {round_index}")
+                self.fail(
+                    "6", f"samples {both[0]} to {both[1] - 1} are trained again, by {node} in {round_index}"
+                )
         self._trained.append((start, end))
 
     def _nothing_lost(self, record: RoundRecord) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 START: Final = 1000.0  # seconds; a clock that begins with 0 would hide mistakes
+TURN: Final = 1e-7  # seconds that a turn takes: who waits for less than a clock can tell goes on as well
+TURNS: Final = 2_000_000  # of a loop
 _INNERMOST: Final = 2  # frames of a task's stack that tell what it waits for
 
 
@@ -46,6 +48,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         super().__init__()
         self.deadline = deadline
         self._now = START
+        self._turns = 0
         self._selector = _Clock(self)
         self._scheduled: list[asyncio.TimerHandle]
 
@@ -63,6 +66,11 @@ class VirtualLoop(base_events.BaseEventLoop):
             raise Deadlock(f"nothing will ever happen again; {self.waits()}")
         if seconds > 0:
             self._now = max(self._now, self._scheduled[0].when())  # a sum would miss it by a rounding
+        else:
+            self._now += TURN
+        self._turns += 1
+        if self._turns > TURNS:
+            raise OutOfTime(f"it was not over after {TURNS:,} turns of the loop; {self.waits()}")
         if self._now > self.deadline:
             raise OutOfTime(f"it was not over at {self.deadline:g} s; {self.waits()}")
 

@@ -6,19 +6,31 @@ Each incarnation has handles of its own; once it is dead they do nothing any mor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from bench.virtual.network import Process
+from bench.virtual.line import Process
+from bench.virtual.schedule import Schedule
+from bench.virtual.state import BATCH, RUN_DIGEST, TABLES
+from coordinator import active_round
+from coordinator.chunk_store import ChunkStore
+from coordinator.hub import Hub
 from coordinator.journal import Done, Loaded, MemoryJournal, Recovered, RosterRecord, RoundRecord, StartRecord
+from coordinator.plan import RunPlan
+from coordinator.result import ResultRing
+from coordinator.rounds import Policy
+from optim.aggregate import TallyFunction
 from optim.mean import F32
 
 WRITE: Final = (0.002, 0.03)  # seconds until a record is durable
 REDUCE: Final = (0.001, 0.01)
+POLICY: Final = Policy(deadline=4.0, start_timeout=60.0, quorum=0.6)
 
 Hook = Callable[[str, int], None]  # phase, round
+MakeHub = Callable[..., Hub]
 Committed = Callable[[RoundRecord, bytes], None]
 
 
@@ -30,11 +42,17 @@ class Disk:
         on_begin: Callable[[StartRecord], None],
         on_commit: Committed,
         on_agreed: Callable[[int, str], None],
+        kept: int = 0,
     ) -> None:
         self.journal = MemoryJournal()
+        self.kept = kept  # rounds whose results can be read; 0: all
         self.on_begin = on_begin
         self.on_commit = on_commit
         self.on_agreed = on_agreed
+
+    def first(self) -> int:
+        """The first round whose result can be read."""
+        return max(0, self.journal.next - self.kept) if self.kept else 0
 
 
 class Writer:
@@ -56,6 +74,7 @@ class Writer:
 
     def begin(self, start: StartRecord) -> None:
         """See :class:`coordinator.journal.Journal`."""
+
         def write() -> None:
             self.disk.on_begin(start)
             self.disk.journal.begin(start)
@@ -87,11 +106,12 @@ class Writer:
 
     def first_kept(self, end: int) -> int:
         """See :class:`coordinator.journal.Journal`."""
-        return self.disk.journal.first_kept(end)
+        first = self.disk.journal.first_kept(end)
+        return min(end, max(first, self.disk.first()))
 
     def load(self, round_index: int, done: Loaded) -> None:
         """See :class:`coordinator.journal.Journal`."""
-        kept = self.disk.journal.rounds.get(round_index)
+        kept = self.disk.journal.rounds.get(round_index) if round_index >= self.disk.first() else None
         self._later(lambda: done(kept))
 
     def forget(self, round_index: int) -> None:
@@ -228,3 +248,78 @@ class Pool:
         else:
             future.set_result(outcome)
             done(outcome, None)
+
+
+class Machine:
+    """One incarnation of the coordinator, from its start on the disk as it is to its death.
+
+    Attributes:
+        hub: what is under test.
+        clock: its.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        disk: Disk,
+        chunks: ChunkStore,
+        process: Process,
+        draws: random.Random,
+        *,
+        tally: TallyFunction,
+        hook: Hook,
+        make_hub: MakeHub,
+    ) -> None:
+        self.clock = Clock(process)
+        self._writer = Writer(disk, process, draws, hook)
+        self._pools = (
+            Pool(process, draws, lambda: hook("reducing", self.hub.run.round)),
+            Pool(process, draws, lambda: None),
+        )
+        self.hub = make_hub(
+            plan_of(schedule),
+            TABLES,
+            timer=self.clock,
+            pool=self._pools[0],
+            tally=tally,
+            journal=self._writer,
+            chunks=chunks,
+            file_pool=self._pools[1],
+        )
+        if schedule.kept:
+            self.hub.run.results = ResultRing(schedule.kept)
+
+    def die(self) -> None:
+        """Nothing that it has begun goes on."""
+        self._writer.dead = True
+        self.clock.stop()
+        for pool in self._pools:
+            pool.dead = True
+
+
+def plan_of(schedule: Schedule) -> RunPlan:
+    return RunPlan(
+        name="simulated",
+        run_file="[run]\n",
+        run_digest=RUN_DIGEST,
+        method="sign-muon",
+        rounds=schedule.rounds,
+        nodes=schedule.nodes,
+        evaluate_every=0,
+        batch=BATCH,
+        policy=POLICY,
+        heartbeat=1.0,
+        stall=8.0,
+        snapshot_every=4,
+    )
+
+
+@contextlib.contextmanager
+def pooled() -> Iterator[None]:
+    """Small payloads are reduced in the pool, as large ones are."""
+    inline: int = active_round.INLINE_BYTES
+    vars(active_round)["INLINE_BYTES"] = 0  # a constant everywhere else
+    try:
+        yield
+    finally:
+        vars(active_round)["INLINE_BYTES"] = inline

@@ -1,123 +1,21 @@
 """The network: gRPC channels between nodes and a coordinator, without gRPC, on virtual time.
 
 A node's real link makes its calls on a :class:`Channel`; they reach the real handlers of the coordinator's
-server. Messages of one call arrive in order, as on a connection; calls overtake each other. Lines can be
-slow, silent or cut, and processes asleep.
+server. Messages of one call arrive in order, as on a connection; calls overtake each other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import random
-import sys
-from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc import aio
 
-from coordinator import server
-from coordinator.hub import Hub
-
-LATENCY: Final = (0.001, 0.02)  # seconds, drawn for every message
-KEEPALIVE: Final = 6.0  # seconds of silence after which both ends of a line give its calls up
-TOKEN: Final = "simulated"
-
-Act = Callable[[], None]
-
-
-@dataclass(eq=False)
-class Process:
-    """A process, as far as the network knows: before ``awake_at`` it neither hears nor says anything."""
-
-    name: str
-    awake_at: float = 0.0
-    alive: bool = True
-
-
-@dataclass(eq=False)
-class Line:
-    """What lies between a node and the coordinator."""
-
-    name: str
-    random: random.Random
-    silent_until: float = 0.0  # nothing arrives before, on either side
-    slow_until: float = 0.0
-    slow_by: float = 0.0  # seconds that every message sent before takes longer
-    spread_until: float = 0.0
-    spread_by: float = 0.0  # seconds by which calls are apart: they overtake each other
-    doubled: bool = False  # the next contribution travels twice
-    calls: list[Call] = field(default_factory=list)
-
-    def latency(self, now: float, share: float) -> float:
-        """Seconds for a message of a call whose ``share`` of the spread was drawn with it."""
-        seconds = self.random.uniform(*LATENCY)
-        if now < self.slow_until:
-            seconds += self.slow_by
-        if now < self.spread_until:
-            seconds += self.spread_by * share
-        return seconds
-
-    def cut(self, client: bool = True, coordinator: bool = True) -> None:
-        """Break all calls, for both ends or for one of them."""
-        for call in list(self.calls):
-            call.broken(client, coordinator)
-
-
-class _Wire:
-    """One direction of a call."""
-
-    def __init__(self, line: Line, sender: Process, receiver: Process) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.line, self._sender, self._receiver = line, sender, receiver
-        self._share = line.random.random()
-        self._queue: deque[Act] = deque()
-        self._due = 0.0
-        self.dead = False
-
-    def put(self, act: Act) -> None:
-        """Let ``act`` happen at the other end."""
-        now = max(self._loop.time(), self._sender.awake_at)
-        self._due = max(self._due, now + self.line.latency(now, self._share))
-        self._queue.append(act)
-        self._loop.call_at(self._due, self._next)
-
-    def _next(self) -> None:
-        if self.dead:
-            return
-        ready = max(self.line.silent_until, self._receiver.awake_at)
-        if ready > self._loop.time():
-            self._loop.call_at(ready, self._next)
-        elif self._queue:
-            self._queue.popleft()()
-
-
-class _Inbox:
-    """Messages that have arrived; read by one reader."""
-
-    def __init__(self) -> None:
-        self.messages: deque[bytes] = deque()
-        self.over = False
-        self._changed = asyncio.Event()
-
-    def add(self, message: bytes) -> None:
-        """One more."""
-        self.messages.append(message)
-        self._changed.set()
-
-    def end(self) -> None:
-        """There will be no more."""
-        self.over = True
-        self._changed.set()
-
-    async def wait(self) -> None:
-        """Until there is a message, or never will be."""
-        while not self.messages and not self.over:
-            self._changed.clear()
-            await self._changed.wait()
+from bench.virtual.line import Inbox, Line, Process, Wire
+from bench.virtual.site import EOF, Context, Site
 
 
 class Call:
@@ -129,9 +27,9 @@ class Call:
         self._codec = codec
         self._channel, self.line = channel, channel.line
         self.site, self._process = channel.site, channel.process
-        self._up = _Wire(self.line, self._process, self.site.process)
-        self._down = _Wire(self.line, self.site.process, self._process)
-        self._answers = _Inbox()
+        self._up = Wire(self.line, self._process, self.site.process)
+        self._down = Wire(self.line, self.site.process, self._process)
+        self._answers = Inbox()
         self._over = asyncio.Event()
         self._status: tuple[grpc.StatusCode, str] | None = None
         self._closed = False  # the node's side
@@ -182,7 +80,7 @@ class Call:
         if self._answers.messages:
             return self._codec.decode(self._answers.messages.popleft())
         self._raise()
-        return aio.EOF
+        return EOF
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._reply().__await__()
@@ -221,7 +119,7 @@ class Call:
             code, details = self._status
             if code is grpc.StatusCode.CANCELLED:
                 raise asyncio.CancelledError
-            raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(), details)
+            raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(), details, None)
 
     def settle(self, code: grpc.StatusCode, details: str, *, forget: bool = True) -> None:
         """The node learns how it ended."""
@@ -256,122 +154,6 @@ class Call:
         self.context.cancel()
         if self in self.line.calls and self._status is not None:
             self.line.calls.remove(self)
-
-
-class Context:
-    """A call, seen from the coordinator: what ``grpc.aio`` gives to a handler."""
-
-    def __init__(self, call: Call) -> None:
-        self.requests = _Inbox()
-        self._call = call
-        self._ended = False
-        self.task: asyncio.Task[None] | None = None
-
-    async def read(self) -> Any:
-        """The next message, ``aio.EOF`` after the last."""
-        await self.requests.wait()
-        return self.requests.messages.popleft() if self.requests.messages else aio.EOF
-
-    async def write(self, message: bytes) -> None:
-        """Send."""
-        if not self._ended:
-            self._call.say(message)
-            self._call.site.on_write(self._call, message)
-        await asyncio.sleep(0)
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        """End the call with a status other than OK."""
-        error = sys.exc_info()[1]
-        if code is grpc.StatusCode.INTERNAL and isinstance(error, Exception):
-            self._call.site.on_error(self._call, error)
-        self.end(code, details)
-        raise aio.AbortError(details)
-
-    def end(self, code: grpc.StatusCode, details: str) -> None:
-        """The handler is through."""
-        if not self._ended:
-            self._ended = True
-            self._call.end(code, details)
-
-    def done(self) -> bool:
-        """Whether it has a status."""
-        return self._ended
-
-    def cancel(self) -> None:
-        """The node has gone."""
-        self._ended = True
-        if self.task is not None:
-            self.task.cancel()
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What came with the call."""
-        return tuple((key, value) for key, value in self._call.metadata)
-
-    def peer(self) -> str:
-        """Where the node called from."""
-        return f"sim:{self._call.line.name}"
-
-
-@dataclass(frozen=True)
-class _Details:
-    """What finds a handler."""
-
-    method: str
-    invocation_metadata: tuple[Any, ...] = ()
-
-
-class Site:
-    """Where the coordinator listens, whichever of its incarnations is there."""
-
-    def __init__(self) -> None:
-        self.process = Process("coordinator")
-        self.on_write: Callable[[Call, bytes], None] = lambda call, message: None
-        self.on_answer: Callable[[Call], None] = lambda call: None
-        self.on_error: Callable[[Call, Exception], None] = lambda call, error: None
-        self._handlers: tuple[Any, ...] = ()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def listen(self, hub: Hub) -> None:
-        """``hub`` answers from now on."""
-        self._handlers = server._Calls(hub, TOKEN, 10.0).handlers()
-
-    def close(self) -> None:
-        """Nobody listens; calls that are being answered end without a word."""
-        self._handlers = ()
-        for task in list(self._tasks):
-            task.cancel()
-
-    def answer(self, call: Call, request: bytes | None) -> None:
-        """A call has arrived."""
-        details = _Details(call.path)
-        handler = next((found for service in self._handlers if (found := service.service(details))), None)
-        if handler is None:
-            call.end(grpc.StatusCode.UNAVAILABLE, "failed to connect: Connection refused")
-            return
-        context = contextvars.Context()  # the coordinator's, not that of the node which calls
-        task = context.run(asyncio.ensure_future, self._serve(call, handler, request))
-        task.set_name(f"coordinator's {call.name}")
-        call.context.task = task
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        self.on_answer(call)
-
-    async def _serve(self, call: Call, handler: Any, request: bytes | None) -> None:
-        context = call.context
-        kind = (
-            handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
-        )
-        try:
-            reply = await kind(request, context)
-        except aio.AbortError:
-            return
-        except Exception as error:
-            self.on_error(call, error)
-            context.end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
-            return
-        if reply is not None:
-            await context.write(reply)
-        context.end(grpc.StatusCode.OK, "")
 
 
 @dataclass(frozen=True)

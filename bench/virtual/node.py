@@ -16,8 +16,10 @@ import torch
 from grpc import aio
 
 from bench.virtual.invariants import Checker, Work, random_votes
-from bench.virtual.network import TOKEN, Call, Channel, Line, Process, Site
-from bench.virtual.state import TABLES, Replica
+from bench.virtual.line import Line, Process
+from bench.virtual.network import Call, Channel
+from bench.virtual.site import TOKEN, Site
+from bench.virtual.state import BATCH, RUN_DIGEST, TABLES, Replica
 from node.exchange.base import DonateOrder, ExchangeError, LoadOrder, ReplayOrder, RoundOrder, StopOrder
 from node.exchange.chunks_down import get_chunks
 from node.exchange.chunks_up import Uploads
@@ -33,11 +35,12 @@ from protos import atoll_pb2 as pb
 from protos.invite import Invite
 from protos.snapshots import chunk_range
 
-RUN_DIGEST: Final = "simulated-run"
-BATCH: Final = 4
 SAVE_EVERY: Final = 3  # rounds between two checkpoints
+SLOW, SLOW_SHARE = 5.0, 0.1  # some nodes are so much slower
 ABSTAIN: Final = 0.03  # of the rounds: something was not finite
-LIMITS: Final = Limits(wait=300.0, reconnect=300.0, call=5.0, order=3600.0, round=600.0, stall=20.0, leave=1.0)
+LIMITS: Final = Limits(
+    wait=300.0, reconnect=300.0, call=5.0, order=3600.0, round=600.0, stall=20.0, leave=1.0
+)
 
 
 class Surroundings(Protocol):
@@ -105,7 +108,7 @@ class Node:
         self._world = world
         self._random = random.Random(seed)
         self._votes = np.random.default_rng(self._random.getrandbits(63))
-        self._pace = self._random.uniform(0.2, 0.6)
+        self._pace = self._random.uniform(0.2, 0.6) * (SLOW if self._random.random() < SLOW_SHARE else 1.0)
         timing = Timing(self._now, self._sleep, self._random.random, Backoff(0.2, 2.0, 3.0))
         channels = tuple(Channel(world.site, line, self.process) for _ in range(2))
         channels[1].on_write = self._writing
@@ -210,7 +213,9 @@ class Node:
         if order.round < replica.round:
             return
         if order.round > replica.round:
-            raise ExchangeError(f"round {order.round} was opened, but this node holds that of {replica.round}")
+            raise ExchangeError(
+                f"round {order.round} was opened, but this node holds that of {replica.round}"
+            )
         self._samples = max(self._samples, order.frontier)
         payload, reason = None, "catching up"
         if not order.result_ready:
@@ -294,5 +299,3 @@ class Node:
         self._session.hold_state(replica.round, replica.digest)
         ready = pb.Ready(round=replica.round, state_digest=replica.digest)
         self._session.send(pb.NodeMessage(ready=ready))
-
-

@@ -2,7 +2,7 @@
 
 A script has one line for the run and one for each fault::
 
-    run nodes=3 rounds=8 seed=7
+    run nodes=3 rounds=8 seed=7 kept=2
     restart coordinator round=2 phase=journaling seconds=4
     hang n1 round=3 phase=computing seconds=12.5
     join n3 round=4
@@ -99,16 +99,20 @@ class Fault:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run and its faults: ``nodes`` begin it, latencies and data follow from ``seed``."""
+    """A run and its faults: ``nodes`` begin it, latencies and data follow from ``seed``, results are ``kept``
+    for so many rounds (0: for all)."""
 
     nodes: int = 3
     rounds: int = 8
     seed: int = 0
+    kept: int = 0
     faults: tuple[Fault, ...] = ()
 
     def script(self) -> str:
         """The text that :meth:`parse` reads."""
         head = f"run nodes={self.nodes} rounds={self.rounds} seed={self.seed}"
+        if self.kept:
+            head += f" kept={self.kept}"
         return "\n".join([head, *map(str, self.faults)]) + "\n"
 
     @classmethod
@@ -126,7 +130,7 @@ class Schedule:
                 continue
             try:
                 if words[0] == "run":
-                    values.update(_values(words[1:], {"nodes": int, "rounds": int, "seed": int}))
+                    values.update(_values(words[1:], dict.fromkeys(("nodes", "rounds", "seed", "kept"), int)))
                 else:
                     if len(words) < 2:
                         raise ScriptError(f"to whom does {words[0]!r} happen?")
@@ -145,5 +149,3 @@ def _values(words: Iterable[str], kinds: Mapping[str, type]) -> dict[str, Any]:
             raise ScriptError(f"{word!r} is none of {', '.join(f'{kind}=' for kind in kinds)}")
         found[name] = kinds[name](value)
     return found
-
-

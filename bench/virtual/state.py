@@ -10,6 +10,8 @@ import torch
 from protos.buckets import Bucket, BucketTable, TableSchedule
 from protos.digests import combine, tensor_digest
 
+RUN_DIGEST: Final = "simulated-run"
+BATCH: Final = 4  # samples of a node in a round
 NAME: Final = "w"
 SHAPE: Final = (32, 32)
 STEP: Final = np.float32(0.0078)

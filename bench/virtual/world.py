@@ -1,68 +1,37 @@
-"""A world: one coordinator after the other on one disk, nodes, the network between them, and what goes wrong."""
+"""A world: one coordinator after the other on one disk, nodes, the network, and what goes wrong."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
-import logging
 import random
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
 
 from bench.virtual import loop
-from bench.virtual.invariants import Checker, Violation
+from bench.virtual.invariants import Checker
+from bench.virtual.line import KEEPALIVE, Line
 from bench.virtual.loop import VirtualLoop
-from bench.virtual.machine import Clock, Disk, Pool, Writer
-from bench.virtual.network import KEEPALIVE, Call, Line, Site
-from bench.virtual.node import BATCH, RUN_DIGEST, Node
+from bench.virtual.machine import Disk, Machine, MakeHub
+from bench.virtual.network import Call
+from bench.virtual.node import Node
 from bench.virtual.schedule import COORDINATOR, JOIN, Fault, Schedule
-from bench.virtual.state import TABLES
-from coordinator import active_round
+from bench.virtual.site import Site
 from coordinator.chunk_store import MemoryChunkStore
 from coordinator.hub import Hub
 from coordinator.journal import RoundRecord
-from coordinator.plan import RunPlan
-from coordinator.rounds import Policy
-from coordinator.run import ENDED
+from coordinator.ending import ENDED
 from node.exchange.base import ExchangeError
 from protos import atoll_pb2 as pb
-from protos.wire import COMMIT
 
-PATIENCE: Final = 200.0  # virtual seconds without a commit, and without a fault, that are too many
-LIMIT: Final = 4000.0  # virtual seconds of a whole run
+PATIENCE: Final = 400.0  # virtual seconds without a commit, and without a fault, that are too many
 SUPERVISOR: Final = 2.0  # seconds after which a process that ended by itself is started again
 OUTAGE: Final = 3.0  # of a coordinator, where the script does not say
-AWAY: Final = 5.0
-POLICY: Final = Policy(deadline=4.0, start_timeout=20.0, quorum=0.6)
-
-MakeHub = Callable[..., Hub]
 
 _inside: contextvars.ContextVar[str] = contextvars.ContextVar("inside", default="")
-
-
-@dataclass
-class Outcome:
-    """How a schedule went.
-
-    Attributes:
-        violations: what did not hold.
-        payloads: digest of the result of each round.
-        rounds: committed.
-        seconds: of virtual time.
-        log: what happened, a line each.
-        fired: faults that happened.
-    """
-
-    violations: list[Violation]
-    payloads: dict[int, str]
-    rounds: int
-    seconds: float
-    log: list[str] = field(default_factory=list)
-    fired: int = 0
 
 
 class World:
@@ -79,9 +48,9 @@ class World:
         self._make_hub = make_hub
         self._waiting = list(schedule.faults)
         self._draws = random.Random(f"{schedule.seed}/coordinator")
-        self._disk = Disk(self.checker.begun, self._committed, self.checker.agreed)
+        self._disk = Disk(self.checker.begun, self._committed, self.checker.agreed, schedule.kept)
         self._chunks = MemoryChunkStore()
-        self._machine: tuple[Writer, Clock, Pool, Pool] | None = None
+        self._machine: Machine | None = None
         self._lines: dict[str, Line] = {}
         self._nodes: dict[str, Node] = {}  # the present process of each
         self._tasks: dict[str, set[asyncio.Task[Any]]] = {}  # by process
@@ -102,21 +71,46 @@ class World:
 
     async def run(self) -> None:
         """Until the run is done, or can go on no more."""
+        await self.begin()
+        while not self.over:
+            await asyncio.sleep(1.0)
+        self.end()
+
+    async def begin(self) -> None:
+        """Start the coordinator and the first nodes."""
         self.start_hub()
         for index in range(self.schedule.nodes):
             self.start(f"n{index}")
-        self._join_latecomers()
-        while True:
-            await asyncio.sleep(1.0)
-            if self.hub is not None and self.hub.run.phase in ENDED and not self._present():
-                break
-            if self.loop.time() - self._moved_at > PATIENCE:
-                self.checker.fail("progress", f"nothing was committed for {PATIENCE:g} s: {self._state()}")
-                break
-        hub = self.hub
-        if hub is not None and hub.run.phase != "done" and not self.checker.violations:
-            self.checker.fail("progress", f"the run ended early: {self._state()}")
+        self._join_latecomers(0)
+
+    @property
+    def over(self) -> bool:
+        """Whether everybody has left, or nothing has happened for too long."""
+        if self.hub is not None and self.hub.run.phase in ENDED and not self._present():
+            return True
+        if self.loop.time() - self._moved_at > PATIENCE:
+            self.checker.fail("progress", f"nothing was committed for {PATIENCE:g} s: {self._state()}")
+            return True
+        return False
+
+    def end(self) -> None:
+        """Judge what has come of it."""
+        if self.hub is not None and self.hub.run.phase != "done" and not self.checker.violations:
+            if self._recoverable():
+                self.checker.fail("progress", f"the run ended early: {self._state()}")
+            self.note("nobody and nothing held the shared state any more")
         self.checker.over(self._disk.journal.rounds)
+
+    def _recoverable(self) -> bool:
+        """Whether a node, in its memory or its checkpoint, or a snapshot holds a state from which the results
+        that are kept lead on."""
+        first = self._disk.first()
+        held = [
+            node.replica.round if node.process.alive else node.saved[0][0] if node.saved else 0
+            for node in self._nodes.values()
+        ]
+        held += [pb.Manifest.FromString(manifest).round for _, manifest in self._chunks.kept()]
+        return max(held) >= first
 
     def _present(self) -> list[str]:
         return [name for name in self._nodes if name not in self._gone] + sorted(self._away)
@@ -144,24 +138,17 @@ class World:
 
     def start_hub(self) -> None:
         """A coordinator on the disk as it is."""
-        process, draws = self.site.process, self._draws
-        writer = Writer(self._disk, process, draws, self._coordinator_at)
-        clock = Clock(process)
-        pools = (
-            Pool(process, draws, lambda: self._coordinator_at("reducing", -1)),
-            Pool(process, draws, lambda: None),
-        )
-        self._machine = (writer, clock, *pools)
-        self.hub = self._make_hub(
-            _plan(self.schedule),
-            TABLES,
-            timer=clock,
-            pool=pools[0],
+        self._machine = Machine(
+            self.schedule,
+            self._disk,
+            self._chunks,
+            self.site.process,
+            self._draws,
             tally=self.checker.tally(),
-            journal=writer,
-            chunks=self._chunks,
-            file_pool=pools[1],
+            hook=self._coordinator_at,
+            make_hub=self._make_hub,
         )
+        self.hub = self._machine.hub
         self.site.listen(self.hub)
         self.note(f"the coordinator is up, next is round {self.hub.run.round}")
 
@@ -170,11 +157,7 @@ class World:
         self.note("the coordinator dies")
         self.hub = None
         if self._machine is not None:
-            writer, clock, *pools = self._machine
-            writer.dead = True
-            clock.stop()
-            for pool in pools:
-                pool.dead = True
+            self._machine.die()
         self._machine = None
         for line in self._lines.values():
             line.cut()
@@ -205,15 +188,17 @@ class World:
         if round_index < 0 and self.hub is not None:
             round_index = self.hub.run.round
         for fault in self._due(COORDINATOR, phase, round_index):
-            self.note(f"*** {fault}")
-            if fault.kind == "restart":
-                self._quiet(fault.seconds or OUTAGE)
-                self.loop.call_soon(self._restart_hub, fault.seconds or OUTAGE)
-            elif fault.kind == "hang":
-                self._quiet(fault.seconds)
-                self.site.process.awake_at = self.loop.time() + fault.seconds
-            elif self._machine is not None:
-                self.loop.call_soon(self._machine[1].jump, fault.seconds)
+            self.strike(fault)
+
+    def _strike_coordinator(self, fault: Fault) -> None:
+        if fault.kind == "restart":
+            self._quiet(fault.seconds or OUTAGE)
+            self.loop.call_soon(self._restart_hub, fault.seconds or OUTAGE)
+        elif fault.kind == "hang":
+            self._quiet(fault.seconds)
+            self.site.process.awake_at = self.loop.time() + fault.seconds
+        elif self._machine is not None:
+            self.loop.call_soon(self._machine.clock.jump, fault.seconds)
 
     def _restart_hub(self, seconds: float) -> None:
         if self.hub is not None:
@@ -292,11 +277,11 @@ class World:
         for task in self._tasks.pop(node.identity, ()):
             task.cancel()
 
-    def _join_latecomers(self) -> None:
+    def _join_latecomers(self, round_index: int) -> None:
         for fault in [fault for fault in self._waiting if fault.kind == JOIN]:
-            if fault.round <= 0:
+            if fault.round <= round_index:
                 self._waiting.remove(fault)
-                self.loop.call_later(max(fault.seconds, 0.5), self.start, fault.who)
+                self.strike(fault)
 
     def _unexpected(self, virtual: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback, or a task that nobody waits for, has failed."""
@@ -314,7 +299,6 @@ class World:
         ]
         for fault in found:
             self._waiting.remove(fault)
-            self.fired += 1
         return found
 
     def _quiet(self, seconds: float) -> None:
@@ -324,20 +308,27 @@ class World:
     async def at(self, node: Node, phase: str, round_index: int) -> None:
         """A node has come to a phase."""
         if phase == "computing":
-            for fault in [fault for fault in self._waiting if fault.kind == JOIN and fault.round <= round_index]:
-                self._waiting.remove(fault)
-                self.fired += 1
-                if fault.who not in self._nodes:
-                    self.start(fault.who)
+            self._join_latecomers(round_index)
         if phase == "applying" and round_index > self._announced:
             self._announced = round_index
             self._coordinator_at("committed", round_index)
         for fault in self._due(node.name, phase, round_index):
-            self.note(f"*** {fault}")
-            self._strike(node, fault)
+            self.strike(fault)
             if not node.process.alive:
                 await asyncio.sleep(0)  # its tasks have been cancelled, this one with them
                 await asyncio.get_running_loop().create_future()
+
+    def strike(self, fault: Fault) -> None:
+        """Let it happen now, wherever ``who`` is."""
+        node = self._nodes.get(fault.who)
+        self.fired += 1
+        self.note(f"*** {fault}")
+        if fault.who == COORDINATOR:
+            self._strike_coordinator(fault)
+        elif fault.kind != JOIN and node is not None and node.process.alive:
+            self._strike(node, fault)
+        elif fault.kind == JOIN and node is None:
+            self.loop.call_later(fault.seconds, self.start, fault.who)
 
     def _strike(self, node: Node, fault: Fault) -> None:
         now, line, seconds = self.loop.time(), node.line, fault.seconds
@@ -354,8 +345,8 @@ class World:
         elif fault.kind == "partition":
             line.silent_until = max(line.silent_until, now + seconds)
             if seconds > KEEPALIVE:
-                calls = list(line.calls)
-                self.loop.call_later(KEEPALIVE, lambda: [call.broken() for call in calls])
+                for call in list(line.calls):
+                    self.loop.call_later(KEEPALIVE, call.broken)
         elif fault.kind == "delay":
             line.slow_until, line.slow_by = now + seconds, min(seconds, 3.0)
         elif fault.kind == "reorder":
@@ -395,59 +386,3 @@ def _origin(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
     return f"{error!r} in {where}"
-
-
-def _plan(schedule: Schedule) -> RunPlan:
-    return RunPlan(
-        name="simulated",
-        run_file="[run]\n",
-        run_digest=RUN_DIGEST,
-        method="sign-muon",
-        rounds=schedule.rounds,
-        nodes=schedule.nodes,
-        evaluate_every=0,
-        batch=BATCH,
-        policy=POLICY,
-        heartbeat=1.0,
-        stall=8.0,
-        snapshot_every=4,
-    )
-
-
-@contextlib.contextmanager
-def _pooled() -> Iterator[None]:
-    """Small payloads are reduced in the pool, as large ones are."""
-    inline = active_round.INLINE_BYTES
-    setattr(active_round, "INLINE_BYTES", 0)  # noqa: B010: a constant everywhere else
-    try:
-        yield
-    finally:
-        setattr(active_round, "INLINE_BYTES", inline)  # noqa: B010
-
-
-def simulate(schedule: Schedule, make_hub: MakeHub = Hub) -> Outcome:
-    """Run a schedule to its end."""
-    worlds: list[World] = []
-
-    async def main(virtual: VirtualLoop) -> float:
-        worlds.append(World(schedule, virtual, make_hub))
-        await worlds[0].run()
-        return virtual.time() - loop.START
-
-    def start(virtual: VirtualLoop) -> Coroutine[Any, Any, float]:
-        return main(virtual)
-
-    seconds = LIMIT
-    logging.disable(logging.ERROR)  # what fails is told by the checker
-    with _pooled():
-        try:
-            seconds = loop.run(start, seconds=LIMIT)
-        except (loop.Deadlock, loop.OutOfTime) as error:
-            worlds[0].checker.fail("progress", str(error))
-        finally:
-            logging.disable(logging.NOTSET)
-    world = worlds[0]
-    checker = world.checker
-    return Outcome(
-        checker.violations, checker.payloads, len(checker.payloads), seconds, world.log, world.fired
-    )

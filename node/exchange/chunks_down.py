@@ -228,8 +228,10 @@ async def _stream(
             message = await within(link.limits.stall, "a frame of a snapshot", call.read())
             if not isinstance(message, bytes):
                 raise _cut("the stream ended before its last frame")
-            over = await asyncio.to_thread(assembly.add, message)
-            progress.now(assembly.nbytes)
+            try:
+                over = await asyncio.to_thread(assembly.add, message)
+            finally:
+                progress.now(assembly.nbytes)
         # A cancellation on the heels of the last frame would look like a broken download to the coordinator.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(call.code(), _STATUS_SECONDS)

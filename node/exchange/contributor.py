@@ -99,10 +99,14 @@ class Contributor:
             self._session,
             tables=self._tables,
             lane=self._lane,
-            counted=lambda commit: commit.round == self._sent_round and self._counted(commit),
+            counted=self._was_counted,
             timing=self._timing,
             say=self._say,
         )
+
+    def _was_counted(self, commit: pb.Commit) -> bool:
+        """Of a round that has been decided meanwhile: whether what this process has sent for it counts."""
+        return commit.round == self._sent_round and bool(self._sent_as) and self._counted(commit)
 
     def _counted(self, commit: pb.Commit) -> bool:
         """Whether what was sent last, which is of the same round, is in its result.

@@ -148,8 +148,8 @@ class Replay:
     async def _hang_up(self) -> None:
         """A cancellation on the heels of the last result would look like a broken stream at the other end."""
         if self._call is not None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._call.code(), _STATUS_SECONDS)
+            with contextlib.suppress(Trouble):
+                await within(_STATUS_SECONDS, "the end of a replay", self._call.code())
         self._drop()
 
     def _drop(self) -> None:

@@ -111,7 +111,13 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
     Raises:
         Trouble: kind SILENT, once ``seconds`` are over.
     """
+    task = asyncio.ensure_future(work)
     try:
-        return await asyncio.wait_for(work, seconds)
-    except asyncio.TimeoutError:
-        raise Trouble(Kind.SILENT, f"{what} took longer than {seconds:.3g} s") from None
+        # Before Python 3.12, wait_for() loses a cancellation that comes at the moment when the work ends.
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if not done:
+        raise Trouble(Kind.SILENT, f"{what} took longer than {seconds:.3g} s")
+    return task.result()

@@ -21,7 +21,7 @@ from node.exchange.base import (
 )
 from node.exchange.link import Call, Link
 from node.exchange.news import MAX_FAILURE, Opened, Publish, SessionNews, went_on_without
-from node.exchange.retry import Patience, Say, Timing, persist
+from node.exchange.retry import Patience, Say, Timing, persist, within
 from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -123,6 +123,7 @@ class Session:
         self._admission: Admission | None = None
         self._orders: deque[Order] = deque()
         self._unsent: deque[pb.NodeMessage] = deque()
+        self._unheard: list[pb.NodeMessage] = []  # sent on a stream that has brought nothing yet
         self._outgoing = asyncio.Event()
         self._news = asyncio.Event()
         self._failure: ExchangeError | None = None
@@ -152,7 +153,7 @@ class Session:
             Trouble: refused, or not there for ``seconds``.
         """
         self._claim = claim
-        admission = await self._ask(self._patience(seconds))
+        admission = await persist(self._ask, self._patience(seconds))
         self._task = asyncio.ensure_future(self._hold())
         return admission
 
@@ -223,10 +224,9 @@ class Session:
     def _patience(self, seconds: float) -> Patience:
         return Patience(f"the coordinator at {self._link.address}", seconds, self._timing, self._say)
 
-    async def _ask(self, patience: Patience) -> Admission:
-        claim = self._claim
-        assert claim is not None
-        reply = await persist(lambda: self._link.join(claim.request()), patience)
+    async def _ask(self) -> Admission:
+        assert self._claim is not None
+        reply = await self._link.join(self._claim.request())
         self._admission = Admission(reply.node, reply.session, reply.heartbeat_seconds, reply.needs_state)
         return self._admission
 
@@ -235,16 +235,17 @@ class Session:
         patience = self._patience(self._link.limits.reconnect)
         try:
             while not self._leaving:
-                opened = self._timing.now()
+                opened, self._heard = self._timing.now(), False
                 try:
                     admission = self._admission
                     if admission is None:
-                        admission = await self._ask(patience)
+                        admission = await self._ask()
                         self._say(f"joined {self._link.address} again, as {admission.node}")
                     if await self._stream(admission):
                         return
                 except Trouble as trouble:
-                    if self._heard or self._timing.now() - opened > self._timing.backoff.cap:
+                    stood = self._timing.now() - opened > self._timing.backoff.cap
+                    if self._heard or (stood and trouble.kind in (Kind.BROKEN, Kind.CUT)):
                         patience.reset()
                     if trouble.kind is Kind.SESSION_UNKNOWN and self._admission is not None:
                         self._forget(self._admission)
@@ -265,7 +266,7 @@ class Session:
         """One stream from its start to its end; True if it ended as it should."""
         call = self._link.session(admission.session)
         self._orders.clear()
-        self._heard, self._first = False, None
+        self._first = None
         self.generation += 1
         self.connected = True
         self._tell()
@@ -282,6 +283,9 @@ class Session:
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+            if not self._heard:  # a stream that is refused takes messages all the same, and drops them
+                self._unsent.extendleft(reversed(self._unheard))
+            self._unheard.clear()
         if not self._over:
             raise Trouble(
                 Kind.CUT, f"the coordinator at {self._link.address} ended the session without a word"
@@ -305,6 +309,8 @@ class Session:
                     await call.write(message)
                     if self._unsent and self._unsent[0] is message:
                         self._unsent.popleft()
+                    if not self._heard:
+                        self._unheard.append(message)
                     if message.HasField("leave"):
                         await call.done_writing()
                         return
@@ -313,11 +319,12 @@ class Session:
                     beat = self._timing.now() + heartbeat_seconds
                     continue
                 self._outgoing.clear()
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._outgoing.wait(), left)
+                with contextlib.suppress(Trouble):
+                    await within(left, "something to say", self._outgoing.wait())
 
     def _take(self, message: pb.CoordinatorMessage) -> None:
         self._heard = True
+        self._unheard.clear()
         order = _order(message, self.generation)
         if order is None:
             return

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-PIECE_BYTES: Final = 16 << 20  # of a tensor, in host memory at a time
+PIECE_BYTES: Final = 4 << 20  # of a tensor, in host memory at a time
 _ITEM_BYTES = {
     str(dtype).removeprefix("torch."): dtype.itemsize
     for dtype in (

@@ -23,7 +23,7 @@ from protos import wire
 from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 
 DEADLINE = 30.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
-STATE_BYTES = 5000  # of the made-up shared state
+STATE_BYTES = 1 << 20  # of the made-up shared state: no snapshot is due within a few hundred rounds
 T = TypeVar("T")
 
 

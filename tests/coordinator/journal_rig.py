@@ -18,6 +18,7 @@ from coordinator.journal import (
     JournalError,
     Kept,
     NodeRecord,
+    Recovered,
     RosterRecord,
     RoundRecord,
     StartRecord,
@@ -105,8 +106,24 @@ def load(journal: Journal, desk: Desk, round_index: int) -> Kept | None:
     return desk.run(answers)
 
 
+def filled(folder: Path, desk: Desk, rounds: int, **choices: Any) -> FileJournal:
+    """A journal with a start, a roster and some rounds."""
+    journal = open_journal(folder, desk, **choices)
+    journal.begin(START)
+    journal.roster(roster(3, "a", "b"))
+    for index in range(rounds):
+        assert commit(journal, desk, index) is None
+    return journal
+
+
+def reopened(folder: Path, desk: Desk, **choices: Any) -> tuple[FileJournal, Recovered]:
+    journal = open_journal(folder, desk, **choices)
+    assert journal.recovered is not None
+    return journal, journal.recovered
+
+
 class Disk:
-    """Opens files that take ``room`` bytes together; what would pass that is cut short, then writing fails."""
+    """Opens files that take ``room`` bytes together; what would pass that is cut, then writing fails."""
 
     def __init__(self, room: int, code: int = errno.ENOSPC) -> None:
         self.room = room

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound, Pool, Reducing
+from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound
+from coordinator.reducing import Pool, Reducing
 from coordinator.contribution import Contribution
 from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member

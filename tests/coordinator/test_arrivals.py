@@ -29,24 +29,26 @@ def test_median_and_spread_of_what_came() -> None:
 def test_without_enough_rounds_it_is_the_ceiling() -> None:
     alone, together = Arrivals(1.0, (0.0,)), Arrivals(1.0, (0.0, 0.1))
     wait = adaptive([together] * (ENOUGH - 1) + [alone] * 20, CEILING)
-    assert wait == Wait(CEILING, "60 s, the longest: 3 rounds are too few to tell more")
+    assert wait == Wait(CEILING, "60 s, the longest: 3 of 4 rounds to learn from")
     assert adaptive([together] * ENOUGH, CEILING).seconds < CEILING
 
 
-def test_the_floor_is_a_fifth_of_the_time_to_the_first() -> None:
+def test_the_floor_is_what_one_more_contribution_is_worth() -> None:
     def wait(first: float, ceiling: float = CEILING) -> Wait:
         return adaptive([Arrivals(first, (0.0, 0.0, 0.01))] * ENOUGH, ceiling)
 
-    assert wait(5.0).seconds == 1.0
-    assert wait(5.0).reason.startswith("1 s: the least after a first one at 5 s; median 0 s + 6 x MAD 0 s")
-    assert wait(0.01).seconds == 0.1
+    assert wait(10.0).seconds == 5.0  # three nodes in 15 s do as much a second as two in 10 s
+    assert adaptive([Arrivals(10.0, (0.0, 0.01))] * ENOUGH, CEILING).seconds == 10.0
+    assert adaptive([Arrivals(10.0, (0.0,) * 101)] * ENOUGH, CEILING).seconds == 1.0
+    assert wait(10.0).reason.startswith("5 s: the least after a first one at 10 s; median 0 s + 6 x MAD 0 s")
+    assert wait(0.01).seconds == 1.0
     assert wait(5.0, ceiling=0.2).seconds == 0.2
 
 
 @given(rounds=HISTORY, ceiling=st.floats(0.001, 1000.0))
 def test_it_stays_within_its_bounds(rounds: list[Arrivals], ceiling: float) -> None:
     wait = adaptive(rounds, ceiling)
-    floor = max(0.1, 0.2 * median(arrivals.first for arrivals in rounds))
+    floor = max(1.0, 0.1 * median(arrivals.first for arrivals in rounds))
     assert min(floor, ceiling) <= wait.seconds + 1e-9 and wait.seconds <= ceiling
     assert f"{wait.seconds:.3g} s" in wait.reason
 
@@ -105,8 +107,8 @@ class TestDeadlines:
         deadlines = Deadlines(CEILING)
         assert deadlines.wait.seconds == CEILING and "no round" in deadlines.wait.reason
         assert deadlines.opened().seconds == CEILING
-        assert self.after(ENOUGH, deadlines).seconds == pytest.approx(0.1 + 6 * 0.1, abs=2e-3)
-        assert deadlines.wait.seconds < 1.0
+        assert self.after(ENOUGH, deadlines, gap=1.0).seconds == pytest.approx(0.5 + 6 * 0.5, abs=2e-3)
+        assert deadlines.wait.reason.startswith("3.5 s: median 0.5 s")
 
     def test_whoever_is_late_by_design_gets_the_ceiling_and_teaches_nothing(self) -> None:
         deadlines = Deadlines(CEILING)
@@ -205,11 +207,11 @@ def train(peers: list[Peer], rounds: int) -> list[float]:
 
 
 def peers(*factors: Callable[[int], float], seed: int = 0) -> list[Peer]:
-    """Nodes that take a second times their factor, and up to 4 % more or less."""
+    """Nodes that take ten seconds times their factor, and up to 4 % more or less."""
     chance = random.Random(seed)
 
     def seconds(factor: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda index: factor(index) * chance.uniform(0.96, 1.04)
+        return lambda index: 10 * factor(index) * chance.uniform(0.96, 1.04)
 
     return [Peer(f"node-{i}", seconds(factor)) for i, factor in enumerate(factors)]
 
@@ -222,7 +224,7 @@ def usual(index: int) -> float:
     return 1.0
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 1 << 30))
 def test_one_of_four_three_times_slower_hardly_holds_the_others_up(seed: int) -> None:
     three = train(peers(usual, usual, usual, seed=seed), 300)
@@ -234,12 +236,12 @@ def test_one_of_four_three_times_slower_hardly_holds_the_others_up(seed: int) ->
     assert 1 <= four[3].counted <= 30, "while nothing is known of the others it is waited for"
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 1 << 30))
 def test_who_is_a_little_slower_is_counted(seed: int) -> None:
     four = peers(usual, usual, usual, lambda index: 1.1, seed=seed)
     lengths = train(four, 300)
-    assert four[3].counted >= 299 and p95(lengths) <= 1.2
+    assert four[3].counted >= 299 and p95(lengths) <= 12
 
 
 def test_who_was_slow_for_a_while_is_counted_again() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.chunk_store import ChunkStore, ChunkStoreError, FileChunkStore, MemoryChunkStore
@@ -45,6 +45,7 @@ def test_a_name_is_free_again(store: ChunkStore) -> None:
     assert [kept.read(0, kept.nbytes) for kept, _ in store.kept()] == [b"abcde"]
 
 
+@settings(max_examples=40)
 @given(
     writes=st.lists(st.tuples(st.integers(0, 60), st.binary(max_size=20)), max_size=20), nbytes=st.just(80)
 )
@@ -131,7 +132,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ChunkStoreError, match="cannot use the snapshot in .*file"):
+    with pytest.raises(ChunkStoreError, match=r"cannot use the snapshot in .*file"):
         FileChunkStore(tmp_path / "file")
 
 

@@ -15,6 +15,7 @@ import torch
 from google.protobuf.message import Message
 
 from coordinator.hub import Hub
+from coordinator.pacing import Pacer
 from coordinator.pool import ThreadPool
 from coordinator.rounds import Policy
 from coordinator.server import DRAIN_SECONDS, ListenError, Server, serve
@@ -40,6 +41,7 @@ from tests.coordinator.coordinator_rig import (
     soon,
     voted_table,
 )
+from tests.coordinator.state_rig import SharedState, StateDownload
 
 TOKEN = "the-token"
 LARGE = voted_table(lines=(3 << 20) // 64)  # three chunks
@@ -72,7 +74,8 @@ class Client:
         return reply.FromString(answer)
 
     async def join(self, **changes: Any) -> Client:
-        reply = await self.unary("Join", join_request(self.site.table, **changes), pb.JoinReply)
+        values = {"state_bytes": self.site.state.nbytes, **changes}
+        reply = await self.unary("Join", join_request(self.site.table, **values), pb.JoinReply)
         self.session, self.id = reply.session, reply.node
         self.stream = self.open_session()
         await self.say(heartbeat=pb.Heartbeat())
@@ -134,9 +137,30 @@ class Client:
         download = await self.read(call)
         await uploading
         if self.stream is not None:
-            digest = f"state-{order.round + 1}"
+            digest = self.site.state.digest
             await self.say(report=pb.Report(round=order.round, state_digest=digest, loss=1.0, tokens=8))
         return download
+
+    async def ordered(self, kind: str) -> Any:
+        """The next order of this kind; others are passed over."""
+        while (message := await self.order()) is not None:
+            if message.WhichOneof("kind") == kind:
+                return getattr(message, kind)
+        raise AssertionError(f"no {kind}")
+
+    def get(self, name: str, request: Message | bytes) -> Any:
+        """A download."""
+        data = request if isinstance(request, bytes) else request.SerializeToString()
+        return self.channel.unary_stream(f"/{wire.BULK_SERVICE}/{name}")(data, metadata=self.metadata())
+
+    def put_chunks(self) -> Any:
+        return self.channel.stream_unary(f"/{wire.BULK_SERVICE}/PutChunks")(metadata=self.metadata())
+
+    async def donate(self, order: pb.Donate) -> pb.ChunksReceipt:
+        call = self.put_chunks()
+        await self.write(call, self.site.state.frames(order))
+        await call.done_writing()
+        return pb.ChunksReceipt.FromString(await soon(call))
 
     async def leave(self) -> None:
         await self.say(leave=pb.Leave(reason="done"))
@@ -153,6 +177,7 @@ class Site:
     hub: Hub
     server: Server
     table: BucketTable
+    state = SharedState.of(nbytes=24 << 20)  # after every round
 
     async def clients(self, count: int) -> list[Client]:
         return [await Client(self).join() for _ in range(count)]
@@ -230,7 +255,7 @@ async def test_a_run(nodes: int, table: BucketTable) -> None:
             await client.leave()
         await soon(here.hub.run.finished.wait())
         status = here.hub.status()
-        assert (status.phase, status.state_digest, dict(status.counters)) == ("done", "state-3", {})
+        assert (status.phase, status.state_digest, dict(status.counters)) == ("done", here.state.digest, {})
         # The transport's counters are the sizes of all messages.
         assert status.bytes_in == sum(client.sent for client in clients)
         assert status.bytes_out == sum(client.received for client in clients)
@@ -297,7 +322,7 @@ async def test_an_island_and_a_node_of_one_process() -> None:
         status = here.hub.status()
         assert not status.counters and status.phase == "done"
         assert {node.ranks for node in status.nodes} == {1, 3}
-        joined = len(join_request(table, ranks=3).SerializeToString())
+        joined = join_request(table, ranks=3, state_bytes=here.state.nbytes).ByteSize()
         up = {node.node: node.bytes_up for node in status.nodes}
         assert up["node-0"] == sum(rank.sent for rank in ranks) - joined
         for client in (leader, single):
@@ -597,6 +622,9 @@ async def test_messages_over_the_limit() -> None:
                 fetch = clients[1].exchange()
                 await clients[1].write(fetch, abstain_frames(orders[1], "it was refused"))
                 await clients[1].read(fetch)
+        asked = wide.unary_stream(f"/{wire.BULK_SERVICE}/GetResults")
+        code, text = await ended(asked(bytes(2 << 20), metadata=clients[0].metadata()))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "cannot be read" in text
         await soon(wide.close(None))
         for client in clients:
             await client.close()
@@ -669,122 +697,212 @@ async def test_the_end_of_a_session_is_a_departure() -> None:
         assert here.hub.run.phase == "gathering"
 
 
-# ------------------------------------------------------------------------------------------- state
-
-CHUNKS = 64
+# ------------------------------------------------------------------------------------------- states
 
 
-def state_frames(order: pb.Donate) -> list[bytes]:
-    nbytes = CHUNKS * wire.CHUNK_BYTES
-    header = pb.StateHeader(transfer=order.transfer, round=order.round, state_digest="state-1", nbytes=nbytes)
-    chunks = [
-        wire.encode_frame(wire.CHUNK, bytes([index]) * wire.CHUNK_BYTES, offset=index * wire.CHUNK_BYTES)
-        for index in range(CHUNKS)
-    ]
-    return [wire.encode_frame(wire.HEADER, header.SerializeToString()), *chunks, wire.encode_frame(wire.END)]
+async def kept(here: Site, donor: Client) -> str:
+    """Have a snapshot kept, without orders; returns its name. A round has been played."""
+    snapshots = here.hub.run.snapshots
+    ((_, order),) = snapshots.begin(1, here.state.nbytes, [donor.id])
+    receipt = await donor.donate(order)
+    assert receipt.count == order.count
+    await eventually(lambda: bool(snapshots.kept), "the snapshot")
+    return order.snapshot
 
 
-class Upload:
-    """A donor at work; counts what gRPC has accepted."""
-
-    def __init__(self, client: Client, order: pb.Donate) -> None:
-        self.written = 0
-        self.call = client.channel.stream_unary(f"/{wire.BULK_SERVICE}/PutState")(metadata=client.metadata())
-        self.task = asyncio.ensure_future(self._work(state_frames(order)))
-
-    async def _work(self, frames: list[bytes]) -> int:
-        for frame in frames:
-            await self.call.write(frame)
-            self.written += 1
-        await self.call.done_writing()
-        return pb.StateReceipt.FromString(await self.call).nbytes
-
-
-async def ordered(client: Client, kind: str) -> Any:
-    while (message := await client.order()) is not None:
-        if message.WhichOneof("kind") == kind:
-            return getattr(message, kind)
-    raise AssertionError(f"no {kind}")
-
-
-def get_state(client: Client, order: pb.LoadState) -> Any:
-    request = pb.StateHeader(transfer=order.transfer, round=order.round)
-    method = client.channel.unary_stream(f"/{wire.BULK_SERVICE}/GetState")
-    return method(request.SerializeToString(), metadata=client.metadata())
-
-
-async def test_a_state_passes_through_at_the_readers_pace() -> None:
-    async with site(nodes=2, rounds=9) as here:
+async def test_a_snapshot_goes_up_in_parts_and_down_while_rounds_go_on() -> None:
+    async with site(nodes=2, rounds=99) as here:
         old = await here.clients(2)
-        joiner = await Client(here).join()
         await here.play(old)
-        load = await ordered(joiner, "load_state")
-        upload = Upload(old[1], await ordered(old[1], "donate"))
-        call = get_state(joiner, load)
-        transfer = here.hub.run.syncing.transfer  # type: ignore[union-attr]
-        assert transfer is not None
-        lane = transfer.lanes[joiner.id]
-        await eventually(lambda: lane.blocked, "back-pressure")
-        assert transfer.relayed < CHUNKS // 2 * wire.CHUNK_BYTES  # the reader has taken nothing yet
-        assert not upload.task.done()
-        frames = []
+        joiner = await Client(here).join(state_digest="another", round=1)
+        await here.play(old)
+        donations = [await client.ordered("donate") for client in old]
+        assert [order.count for order in donations] == [12, 12]
+        uploads = [
+            asyncio.ensure_future(client.donate(order)) for client, order in zip(old, donations, strict=True)
+        ]
+        await here.play(old)
+        assert [(await soon(upload)).count for upload in uploads] == [12, 12]
+        order = await joiner.ordered("load_state")
+        assert (order.snapshot, order.round) == (donations[0].snapshot, 2)
+        call, download = joiner.get("GetChunks", pb.ChunksRequest(snapshot=order.snapshot)), StateDownload()
+        nbytes = 0
         while isinstance(message := await soon(call.read()), bytes):
-            frames.append(wire.decode_frame(message))
-        assert [frame.kind for frame in frames] == [wire.HEADER, *[wire.CHUNK] * CHUNKS, wire.END]
-        assert all(bytes(f.body[:1]) == bytes([i]) for i, f in enumerate(frames[1:-1]))
-        assert await soon(upload.task) == CHUNKS * wire.CHUNK_BYTES
-        await joiner.say(ready=pb.Ready(round=1, state_digest="state-1"))
-        downloads = await here.play([*old, joiner])
-        assert list(downloads[0].commit.voters) == ["node-0", "node-1", "node-2"]  # type: ignore[union-attr]
+            download.add(message)
+            nbytes += len(message)
+        assert download.complete and download.data == here.state.data
+        assert await soon(call.code()) is grpc.StatusCode.OK
+        node = here.hub.run.registry.get(joiner.id)
+        assert node is not None and nbytes <= node.bytes_out < nbytes + 1000
+        await joiner.say(ready=pb.Ready(round=2, state_digest=here.state.digest))
+        await here.play(old)
+        assert list((await joiner.opened()).members) == ["node-0", "node-1", "node-2"]
+        assert not here.hub.run.counters
         for client in (*old, joiner):
             await client.close()
 
 
-async def test_a_donor_that_dies_in_mid_transfer_is_replaced() -> None:
-    async with site(nodes=3, rounds=9) as here:
-        old = await here.clients(3)
-        joiner = await Client(here).join()
-        await here.play(old)
-        load = await ordered(joiner, "load_state")
-        upload = Upload(old[1], await ordered(old[1], "donate"))
-        call = get_state(joiner, load)
-        for _ in range(10):
-            assert isinstance(await soon(call.read()), bytes)
-        upload.task.cancel()
-        await old[1].close()
-        code, text = await ended(call)
-        assert code is grpc.StatusCode.UNAVAILABLE and "the transfer of the state failed" in text
-        again = await ordered(joiner, "load_state")
-        assert again.transfer != load.transfer
-        second = Upload(old[2], await ordered(old[2], "donate"))
-        call = get_state(joiner, again)
-        count = 0
-        while isinstance(await soon(call.read()), bytes):
-            count += 1
-        assert count == CHUNKS + 2
-        assert await soon(second.task) == CHUNKS * wire.CHUNK_BYTES
-        await joiner.say(ready=pb.Ready(round=1, state_digest="state-1"))
-        assert list((await old[0].opened()).members) == ["node-0", "node-2", "node-3"]
-        for client in (old[0], old[2], joiner):
-            await client.close()
-
-
-async def test_a_joiner_that_dies_in_mid_transfer_lets_the_donor_go() -> None:
+async def test_a_newcomer_replays_what_it_has_missed() -> None:
     async with site(nodes=2, rounds=9) as here:
         old = await here.clients(2)
+        played = [(await here.play(old, seed=10 * index))[0] for index in range(4)]
         joiner = await Client(here).join()
+        order = await joiner.ordered("replay")
+        assert (order.first, order.count) == (0, 4)
+        call = joiner.get("GetResults", pb.ResultsRequest(first=0, count=4))
+        for index, original in enumerate(played):
+            download = Download(here.table.result_nbytes)
+            while download.commit is None:
+                download.add(await soon(call.read()))
+            assert (download.commit.round, download.payload) == (index, original.payload)
+        assert await soon(call.code()) is grpc.StatusCode.OK
+        await joiner.say(ready=pb.Ready(round=4, state_digest=here.state.digest))
         await here.play(old)
-        load = await ordered(joiner, "load_state")
-        upload = Upload(old[1], await ordered(old[1], "donate"))
-        call = get_state(joiner, load)
-        for _ in range(10):
-            assert isinstance(await soon(call.read()), bytes)
-        await joiner.close()
-        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-            await soon(upload.task)
-        assert (await old[0].opened()).round == 1
-        for client in old:
+        assert (await joiner.opened()).round == 4
+        for client in (*old, joiner):
             await client.close()
+
+
+async def test_a_download_goes_on_where_it_broke() -> None:
+    async with site(nodes=1, rounds=9) as here:
+        (client,) = await here.clients(1)
+        await here.play([client])
+        name = await kept(here, client)
+        whole = StateDownload()
+        call = client.get("GetChunks", pb.ChunksRequest(snapshot=name))
+        for _ in range(8):
+            whole.add(await soon(call.read()))
+        call.cancel()
+        rest = StateDownload(first=7)
+        call = client.get("GetChunks", pb.ChunksRequest(snapshot=name, first=7))
+        while isinstance(message := await soon(call.read()), bytes):
+            rest.add(message)
+        assert rest.complete and whole.data + rest.data == here.state.data
+        snapshot = here.hub.run.snapshots.open(name)
+        await eventually(lambda: not snapshot.readers, "the end of both downloads")
+        await client.close()
+
+
+@pytest.mark.parametrize("loss", ["of the connection", "of the upload", "of the end"])
+async def test_a_donor_that_is_lost_ends_the_snapshot_and_nothing_else(loss: str) -> None:
+    async with site(nodes=2, rounds=9) as here:
+        clients = await here.clients(2)
+        for client in clients:
+            await client.opened()  # or the beginning of the run would discard the snapshot
+        snapshots = here.hub.run.snapshots
+        orders = dict(snapshots.begin(1, here.state.nbytes, [client.id for client in clients]))
+        calls = [client.put_chunks() for client in clients]
+        for client, call in zip(clients, calls, strict=True):
+            await client.write(
+                call, here.state.frames(orders[client.id])[: 0 if loss == "of the header" else 3]
+            )
+        partial = snapshots.gathering
+        assert partial is not None
+        if loss == "of the header":
+            await calls[0].done_writing()
+            code, text = await code_of(calls[0])
+            assert (code.name, "ended before its header" in text) == ("INVALID_ARGUMENT", True)
+            assert snapshots.gathering is partial  # nobody knows whose it was to be
+            calls[0] = clients[0].put_chunks()
+            await clients[0].write(calls[0], here.state.frames(orders[clients[0].id])[:3])
+        await eventually(lambda: partial.received == 4 << 20, "the first chunks")
+        if loss == "of the connection":
+            await clients[0].close()
+        elif loss == "of the end":
+            await calls[0].done_writing()
+            code, text = await code_of(calls[0])
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and "ended after 2 whole chunks" in text
+        else:
+            calls[0].cancel()
+        code, text = await code_of(calls[1])  # it was waited for: nobody has sent anything
+        assert code is grpc.StatusCode.ABORTED
+        assert "the snapshot was given up: " in text and "node-0" in text
+        assert snapshots.gathering is None and not snapshots.kept
+        assert here.hub.run.registry.get(clients[1].id) is not None
+        for client in clients:
+            await client.close()
+
+
+async def test_a_state_that_is_not_read_is_cut_off() -> None:
+    async with site(nodes=1, rounds=9, stall=0.3, heartbeat=60.0) as here:
+        (client,) = await here.clients(1)
+        await here.play([client])
+        name = await kept(here, client)
+        call = client.get("GetChunks", pb.ChunksRequest(snapshot=name))
+        await eventually(lambda: here.hub.run.counters["stalled"] == 1, "the cut")
+        code, text = await ended(call)
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "node-0 has not read for 0.3 s" in text
+        assert not here.hub.run.snapshots.open(name).readers
+        await client.close()
+
+
+async def test_background_streams_wait_for_the_round() -> None:
+    async with site(nodes=1, rounds=9) as here:
+        (client,) = await here.clients(1)
+        await here.play([client])
+        name = await kept(here, client)
+        looks, busy = 0, True
+
+        def exchanging() -> bool:
+            nonlocal looks
+            looks += 1
+            return busy
+
+        hub = here.hub
+
+        def pacer() -> Pacer:
+            return Pacer(now=hub.run.now, exchanging=exchanging, moved=lambda: hub.bytes_out, patience=1000.0)
+
+        hub.pacer = pacer()
+        call = client.get("GetChunks", pb.ChunksRequest(snapshot=name, count=3))
+        reading = asyncio.ensure_future(call.read())
+        await eventually(lambda: looks > 3, "the waiting")
+        assert not reading.done()
+        busy = False
+        download = StateDownload()
+        download.add(await soon(reading))
+        while isinstance(message := await soon(call.read()), bytes):
+            download.add(message)
+        assert download.complete and len(download.data) == 3 << 20
+        busy, before = True, looks
+        hub.pacer = pacer()
+        call = client.get("GetChunks", pb.ChunksRequest(snapshot=name))
+        await eventually(lambda: looks > before + 1, "the waiting")
+        await soon(client.stream.done_writing())
+        await eventually(lambda: not hub.run.registry.nodes, "the departure")
+        busy = False
+        code, text = await ended(call)
+        assert code is grpc.StatusCode.ABORTED and "the session has ended" in text
+        await client.close()
+
+
+async def test_requests_for_states_and_results_that_are_refused() -> None:
+    async with site(nodes=1, rounds=9) as here:
+        (client,) = await here.clients(1)
+        await here.play([client])
+        name = await kept(here, client)
+        for method, request, code, words in (
+            ("GetChunks", pb.ChunksRequest(snapshot="none"), "NOT_FOUND", "is not kept"),
+            ("GetChunks", pb.ChunksRequest(snapshot=name, first=25), "INVALID_ARGUMENT", "has 24 chunks"),
+            ("GetChunks", b"\xff", "INVALID_ARGUMENT", "the ChunksRequest cannot be read"),
+            ("GetResults", b"\xff", "INVALID_ARGUMENT", "the ResultsRequest cannot be read"),
+            ("GetResults", pb.ResultsRequest(first=0, count=2), "FAILED_PRECONDITION", "1 are committed"),
+            ("GetResults", pb.ResultsRequest(first=0, count=1, part=True), "FAILED_PRECONDITION", "no lane"),
+        ):
+            found, text = await ended(client.get(method, request))
+            assert (found.name, words in text) == (code, True), text
+        stranger = pb.Donate(snapshot=name, first=0, count=24, round=1)
+        call = client.put_chunks()
+        await client.write(call, [here.state.header(stranger)])
+        code, text = await code_of(call)
+        assert code is grpc.StatusCode.NOT_FOUND and "is not being made" in text
+        counters = here.hub.run.counters
+        assert counters == {"bad-transfer": 3, "bad-message": 2, "wrong-round": 1, "wrong-table": 1}
+        client.session = "unknown"
+        assert (await code_of(client.put_chunks()))[0] is grpc.StatusCode.UNAUTHENTICATED
+        for call in (client.get("GetChunks", b""), client.get("GetResults", b"")):
+            assert (await ended(call))[0] is grpc.StatusCode.UNAUTHENTICATED
+        await client.close()
 
 
 # ------------------------------------------------------------------------------------------- addresses
@@ -838,7 +956,7 @@ async def test_stopping_ends_open_calls_and_frees_the_port() -> None:
         call = clients[0].exchange()
         await clients[0].write(call, contribution_frames(order, here.table, random_payload(0, here.table)))
         here.hub.stop("maintenance")
-        stop = await ordered(clients[0], "stop")
+        stop = await clients[0].ordered("stop")
         assert stop.reason == "maintenance"
         code, text = await ended(call)
         assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "the run has ended: maintenance")

@@ -13,86 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from coordinator.chunk_store import ChunkStore, FileChunkStore, MemoryChunkStore
 from coordinator.partial_snapshot import Upload
 from coordinator.refusal import Refused
 from coordinator.snapshots import PAUSES, Snapshot, Snapshots
 from protos import atoll_pb2 as pb
-from protos.digests import combine, tensor_digest
-from protos.snapshots import chunk_range
 from protos.wire import CHUNK, CHUNK_BYTES, END, HEADER, decode_frame, encode_frame
 from tests.coordinator.coordinator_rig import HeldPool, InlinePool, VirtualTimer, soon
+from tests.coordinator.state_rig import SharedState, StateDownload, chunks_end
 
 STALL = 60.0
 
 
-@dataclass
-class State:
-    """A shared state as its nodes hold it."""
-
-    tensors: list[tuple[str, str, tuple[int, ...]]]
-    data: bytes
-
-    @classmethod
-    def of(cls, seed: int = 0, rows: int = 900_000) -> State:
-        """Five chunks: float32[rows], bfloat16[5, 7], a scalar, and an empty tensor."""
-        tensors = [
-            ("a", "float32", (rows,)),
-            ("b", "bfloat16", (5, 7)),
-            ("c", "int64", ()),
-            ("d", "float32", (0, 3)),
-        ]
-        nbytes = 4 * rows + 70 + 8
-        return cls(tensors, (bytes([seed]) + bytes(range(256)) * (nbytes // 256 + 1))[:nbytes])
-
-    @property
-    def digest(self) -> str:
-        digests, place = {}, 0
-        for name, dtype, shape in self.tensors:
-            size = {"float32": 4, "bfloat16": 2, "int64": 8}[dtype]
-            for extent in shape:
-                size *= extent
-            digests[name] = tensor_digest(name, dtype, shape, self.data[place : place + size])
-            place += size
-        return combine(digests)
-
-    def header(self, order: pb.Donate, **changes: Any) -> bytes:
-        values: dict[str, Any] = {
-            "snapshot": order.snapshot,
-            "round": order.round,
-            "state_digest": self.digest,
-            "nbytes": len(self.data),
-            "tensors": [
-                pb.StateTensor(name=name, dtype=kind, shape=size) for name, kind, size in self.tensors
-            ],
-            "first": order.first,
-            "count": order.count,
-        }
-        return encode_frame(HEADER, pb.ChunksHeader(**{**values, **changes}).SerializeToString())
-
-    def frames(self, order: pb.Donate, size: int = CHUNK_BYTES, **changes: Any) -> list[bytes]:
-        start, stop = chunk_range(len(self.data), order.first, order.count)
-        digests = [
-            xxhash.xxh3_128_digest(self.data[slice(*chunk_range(len(self.data), index, 1))])
-            for index in range(order.first, order.first + order.count)
-        ]
-        return [
-            self.header(order, **changes),
-            *(
-                encode_frame(CHUNK, self.data[at : min(at + size, stop)], offset=at)
-                for at in range(start, stop, size)
-            ),
-            end_frame(digests),
-        ]
-
-
-def end_frame(digests: Sequence[bytes]) -> bytes:
-    return encode_frame(END, pb.ChunksEnd(digests=digests).SerializeToString())
-
-
-STATE = State.of()
+STATE = SharedState.of(nbytes=3_600_078)  # four chunks
 
 
 @dataclass
@@ -115,13 +49,15 @@ class Case:
             pool=self.pool,
             now=self.timer.now,
             stall=STALL,
-            agreed=lambda round_index: self.agreed.get(round_index, ""),
+            agreed=lambda round_index: self.agreed.get(round_index, STATE.digest),
             on_end=lambda snapshot, reason: self.ended.append((snapshot, reason)),
             moved_at=lambda node: self.moved.get(node, float("-inf")),
         )
 
-    def begin(self, round_index: int = 5, donors: Sequence[str] = ("x", "y"), state: State = STATE) -> Any:
-        return dict(self.snapshots.begin(round_index, len(state.data), donors))
+    def begin(
+        self, round_index: int = 5, donors: Sequence[str] = ("x", "y"), state: SharedState = STATE
+    ) -> Any:
+        return dict(self.snapshots.begin(round_index, state.nbytes, donors))
 
     async def feed(self, node: str, frames: Sequence[bytes]) -> tuple[Upload, bool]:
         upload = self.snapshots.upload(node, frames[0])
@@ -130,7 +66,9 @@ class Case:
             done = await soon(upload.feed(frame))
         return upload, done
 
-    async def make(self, round_index: int, state: State = STATE, donors: Sequence[str] = ("x",)) -> Snapshot:
+    async def make(
+        self, round_index: int, state: SharedState = STATE, donors: Sequence[str] = ("x",)
+    ) -> Snapshot:
         for node, order in self.begin(round_index, donors, state).items():
             await self.feed(node, state.frames(order))
         snapshot, _ = self.ended[-1]
@@ -146,19 +84,11 @@ class Case:
 
 
 async def read(snapshots: Snapshots, name: str, first: int = 0, count: int = 0) -> tuple[pb.Manifest, bytes]:
-    manifest, data = pb.Manifest(), b""
-    frames = snapshots.read(pb.ChunksRequest(snapshot=name, first=first, count=count))
-    kinds = []
-    async for message in frames:
-        frame = decode_frame(message)
-        kinds.append(frame.kind)
-        if frame.kind == HEADER:
-            manifest = pb.Manifest.FromString(bytes(frame.body))
-        elif frame.kind == CHUNK:
-            assert frame.offset == chunk_range(manifest.nbytes, first, 1)[0] + len(data)
-            data += frame.body
-    assert kinds[0] == HEADER and kinds[-1] == END
-    return manifest, data
+    download = StateDownload(first)
+    async for message in snapshots.read(pb.ChunksRequest(snapshot=name, first=first, count=count)):
+        download.add(message)
+    assert download.complete and download.manifest is not None
+    return download.manifest, bytes(download.data)
 
 
 @pytest.mark.parametrize("donors", [1, 2, 3, 7])
@@ -173,12 +103,10 @@ async def test_donors_put_a_snapshot_together(donors: int, size: int) -> None:
     ((snapshot, reason),) = case.ended
     assert snapshot is not None and case.snapshots.kept == [snapshot]
     assert reason.startswith("the state after 5 rounds is kept: ")
-    assert (snapshot.round, snapshot.nbytes, snapshot.state_digest) == (5, len(STATE.data), STATE.digest)
+    assert (snapshot.round, snapshot.nbytes, snapshot.state_digest) == (5, STATE.nbytes, STATE.digest)
     manifest, data = await read(case.snapshots, snapshot.id)
     assert data == STATE.data
-    assert manifest.digests == [
-        xxhash.xxh3_128_digest(STATE.data[slice(*chunk_range(len(data), index, 1))]) for index in range(4)
-    ]
+    assert manifest.digests == STATE.chunk_digests(0, 4)
     assert [(row.name, row.dtype, tuple(row.shape)) for row in manifest.tensors] == STATE.tensors
 
 
@@ -208,7 +136,7 @@ async def test_without_donors_there_is_nothing_to_wait_for() -> None:
 
 BAD_HEADERS: list[tuple[dict[str, Any], str]] = [
     ({"round": 4}, "of round 4"),
-    ({"nbytes": len(STATE.data) + 1}, "asked for were"),
+    ({"nbytes": STATE.nbytes + 1}, "asked for were"),
     ({"first": 1}, "asked for were"),
     ({"count": 1}, "asked for were"),
     ({"state_digest": ""}, "must name the digest"),
@@ -218,7 +146,7 @@ BAD_HEADERS: list[tuple[dict[str, Any], str]] = [
     ({"tensors": [pb.StateTensor(name="a", dtype="float32", shape=[1] * 99)]}, "99 dimensions"),
     ({"tensors": [pb.StateTensor(name="a", dtype="object", shape=[1])]}, "cannot digest dtype 'object'"),
     ({"tensors": [pb.StateTensor(name="a", dtype="bool", shape=[1])] * 2}, "sort by name"),
-    ({"tensors": [pb.StateTensor(name="a" * ((1 << 20) - 200), dtype="bool")]}, "do not fit into a manifest"),
+    ({"tensors": [pb.StateTensor(name="a" * ((1 << 20) - 100), dtype="bool")]}, "do not fit into a manifest"),
 ]
 
 
@@ -232,16 +160,17 @@ async def test_a_header_that_does_not_fit(changes: dict[str, Any], words: str) -
 
 
 async def test_donors_of_unlike_states() -> None:
-    for other, words in ((State.of(1), "with another donor"), (State.of(), "other tensors")):
+    other, renamed = (SharedState.of(seed, STATE.nbytes) for seed in (1, 0))
+    renamed.tensors[2] = ("cc", "int64", ())
+    for state, digest, words in (
+        (other, other.digest, "with another donor"),
+        (renamed, STATE.digest, "other tensors"),
+    ):
         case = Case()
         orders = case.begin()
         await case.feed("x", STATE.frames(orders["x"]))
-        if words == "other tensors":
-            other.tensors[2] = ("cc", "int64", ())
         with pytest.raises(Refused, match=words):
-            await case.feed(
-                "y", other.frames(orders["y"], state_digest=other.digest if "with" in words else STATE.digest)
-            )
+            await case.feed("y", state.frames(orders["y"], state_digest=digest))
         await case.fails(words)
 
 
@@ -252,7 +181,7 @@ BAD_MESSAGES: list[tuple[list[bytes], str]] = [
     ([encode_frame(CHUNK, b"x", offset=1)], "expected were some from 0 on"),
     ([encode_frame(CHUNK, b"")], "0 bytes at offset 0"),
     ([encode_frame(CHUNK, b"x", offset=1 << 62)], "expected were some from 0 on"),
-    ([end_frame([])], "the chunks end at byte 0"),
+    ([chunks_end([])], "the chunks end at byte 0"),
     ([encode_frame(END, b"\xff")], "the chunks end at byte 0"),
 ]
 
@@ -275,7 +204,7 @@ async def test_the_digests_at_the_end(ending: str) -> None:
     if ending == "none":
         frames[-1] = encode_frame(END, b"\xff")
     else:
-        frames[-1] = end_frame(good[:1] if ending == "short" else [good[0], bytes(16)])
+        frames[-1] = chunks_end(good[:1] if ending == "short" else [good[0], bytes(16)])
     with pytest.raises(Refused) as refused:
         await case.feed("x", frames)
     await case.fails(refused.value.text)
@@ -295,17 +224,44 @@ async def test_a_donor_that_lies_about_the_state() -> None:
     """Its chunks have the digests that it announces, the state does not."""
     case = Case()
     order = case.begin(donors=["x"])["x"]
-    await case.feed("x", State.of(1).frames(order, state_digest=STATE.digest))
+    await case.feed("x", SharedState.of(1, STATE.nbytes).frames(order, state_digest=STATE.digest))
     await case.fails("the state that came has the digest")
 
 
-async def test_what_the_nodes_agree_on_later() -> None:
-    case = Case()
+@pytest.mark.parametrize("agreed", [STATE.digest, "0" * 32])
+async def test_nothing_is_offered_before_the_nodes_agree(agreed: str) -> None:
+    """All donors may have left the common state in the same way."""
+    case = Case(agreed={5: ""})
+    for node, order in case.begin().items():
+        await case.feed(node, STATE.frames(order))
+    case.snapshots.sweep()
+    assert case.snapshots.gathering is not None and not case.snapshots.kept and not case.ended
+    case.agreed[5] = agreed
+    case.snapshots.judge()
+    if agreed == STATE.digest:
+        assert [kept.round for kept in case.snapshots.kept] == [5]
+    else:
+        await case.fails("the nodes agreed on 000")
+
+
+async def test_what_was_agreed_on_once_is_remembered() -> None:
+    case = Case(agreed={5: ""})
     orders = case.begin()
     await case.feed("x", STATE.frames(orders["x"]))
-    case.agreed[5] = "0" * 32
+    case.agreed[5] = STATE.digest
+    case.snapshots.judge()
+    case.agreed[5] = ""  # so long ago that nobody knows
     await case.feed("y", STATE.frames(orders["y"]))
-    await case.fails("the nodes agreed on 000")
+    assert len(case.snapshots.kept) == 1
+
+
+async def test_nodes_that_never_agree() -> None:
+    case = Case(agreed={5: ""})
+    for node, order in case.begin().items():
+        await case.feed(node, STATE.frames(order))
+    case.timer.advance(STALL)
+    case.snapshots.sweep()
+    await case.fails("did not agree on the state after 5 rounds within 60 s")
 
 
 async def test_strangers_and_repetitions_harm_nobody() -> None:
@@ -450,7 +406,7 @@ async def test_a_full_disk_fails_the_snapshot_alone(tmp_path: Path, monkeypatch:
                 assert await upload.feed(STATE.frames(order)[-1])
             else:
                 patch.setattr(os, name, full)
-                with pytest.raises(Refused, match="given up: .*No space left on device"):
+                with pytest.raises(Refused, match=r"given up: .*No space left on device"):
                     await case.feed("x", STATE.frames(order))
         await case.fails("No space left on device; free space there")
         assert not list(tmp_path.iterdir())
@@ -475,9 +431,9 @@ async def test_a_stop_in_the_middle_of_a_write() -> None:
 
 
 async def test_memory_stays_flat(tmp_path: Path) -> None:
-    """64 MiB pass through; what is held is a few messages."""
-    state = State.of(rows=16 << 20)
-    case = Case(FileChunkStore(tmp_path))
+    """24 MiB pass through; what is held is a few messages."""
+    state = SharedState.of(nbytes=24 << 20)
+    case = Case(FileChunkStore(tmp_path), agreed={5: state.digest})
     order = case.begin(donors=["x"], state=state)["x"]
     frames = state.frames(order)
     tracemalloc.start()

@@ -104,7 +104,9 @@ EVERY: list[of_coordinator.Event] = [
     of_coordinator.NodeReported("node-0", 1, 2.5, "ab" * 16, 2.6, 3.7),
     of_coordinator.RoundOpened(1, 4, NODES, ("node-1",), 0.7, "0.7 s: median"),
     of_coordinator.RoundCommitted(1, 4, NODES, (), "all 2 contributions are in", 1.5, 0.1, 100, math.nan),
-    of_coordinator.CatchUpPlanned("node-2", "load", 7, 1_000_000, "a kept snapshot is cheaper than 900 rounds"),
+    of_coordinator.CatchUpPlanned(
+        "node-2", "load", 7, 1_000_000, "a kept snapshot is cheaper than 900 rounds"
+    ),
     of_coordinator.SnapshotBegun("s1", 7, NODES, 1_000_000),
     of_coordinator.SnapshotComplete("s1", 7, 1_000_000, "cd" * 16, 12.0),
     of_coordinator.SnapshotFailed("s1", 7, "node-1 left"),

@@ -98,16 +98,15 @@ def test_an_interrupted_training_ends_and_says_what_is_saved(
     text, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == code, text
     assert "Traceback" not in text
-    if number == signal.SIGINT:
-        assert f"stopped before the end; the state is saved in {save}" in text
-        assert list(save.glob("round-*/meta.json"))
+    assert f"stopped before the end; the state is saved in {save}" in text
+    assert list(save.glob("round-*/meta.json"))
 
 
 def test_a_node_leaves_with_ctrl_c(tmp_path: Path, start: Start) -> None:
     invite, events = tmp_path / "invite", tmp_path / "events.jsonl"
     coordinator = start(
         "coordinator", str(_run_file(tmp_path, 5)), "--listen", "127.0.0.1:0", "--metrics", "off",
-        "--invite-file", str(invite),
+        "--invite-file", str(invite), "--journal", str(tmp_path / "journal"),
     )  # fmt: skip
     _until(invite.exists, coordinator)
     node = start("join", invite.read_text().strip(), "--name", "reef", "--events", str(events))

@@ -35,6 +35,7 @@ EVENTS: list[events.Event] = [
     ROUND,
     events.MicroStep(5, 40, 100, 2.4),
     events.RoundMissed(5, "too late"),
+    events.Replayed(5, 3, 44_000, 0.5),
     events.StateLoaded(6, 5_000_000_000, "cd" * 16, 40.0),
     events.StateSent(6, 5_000_000_000, 40.0),
     events.TransferFailed(6, "the donor left"),
@@ -59,6 +60,8 @@ def test_rounds_are_counted_from_1_and_states_by_the_rounds_in_them() -> None:
     said = [sentence(event) for event in EVENTS]
     assert "round 4: nothing contributed, the gradient is not finite" in said
     assert "round 6 was decided without this node: too late" in said
+    assert "caught up with rounds 6 to 8: 44 kB in 500 ms" in said
+    assert sentence(events.Replayed(5, 1, 44_000, 0.5)).startswith("caught up with round 6: 44 kB")
     assert any(text.startswith("state after round 6 loaded") for text in said)
     assert any(text.startswith("after round 10: validation 2.000") for text in said)
 

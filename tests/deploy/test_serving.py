@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.journal import JournalError
+from coordinator.journal_file import FileJournal
 from coordinator.service import Outcome
 from deploy.costs import run_costs
-from deploy.serving import Choices, JsonFormatter, each_round, exit_code, metrics_address
+from deploy.serving import Choices, JsonFormatter, coordinate, each_round, exit_code, metrics_address, opened
 from deploy.status import StatusClient
 from protos.address import Address
 from protos.invite import Invite
 from protos.runfile import RunFile
+from tests.coordinator.journal_rig import START, Desk, commit, roster
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +42,8 @@ def test_where_metrics_are_served() -> None:
     [
         ("done", "all 9 rounds are committed", 0),
         ("failed", "the coordinator was stopped (SIGINT)", 130),
-        ("failed", "the coordinator was stopped (SIGTERM)", 143),
+        ("suspended", "the coordinator was suspended (SIGTERM)", 143),
+        ("suspended", "the journal in x cannot be written", 1),
         ("failed", "only 1 of 3 nodes came", 1),
     ],
 )
@@ -90,7 +94,11 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _coordinator(run_file: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "deploy.cli", "coordinator", str(run_file), *arguments]
+    journal = str(run_file.with_name("journal"))
+    command = [
+        *(sys.executable, "-m", "deploy.cli", "coordinator", str(run_file)),
+        *("--metrics", "off", "--journal", journal, *arguments),
+    ]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -114,7 +122,7 @@ def test_a_coordinator_on_any_free_port(
         pytest.skip("this machine has no IPv6 loopback")
     file = tmp_path / "invite"
     process = _coordinator(
-        run_file, "--listen", f"{host}:0", "--metrics", "off", "--token", "secret",
+        run_file, "--listen", f"{host}:0", "--token", "secret",
         "--advertise", host if host != "0.0.0.0" else "127.0.0.1", "--invite-file", str(file),
     )  # fmt: skip
     started.append(process)
@@ -145,8 +153,63 @@ def test_a_port_in_use(run_file: Path, started: list[subprocess.Popen[str]]) -> 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = _coordinator(run_file, "--listen", f"127.0.0.1:{port}", "--metrics", "off")
+        process = _coordinator(run_file, "--listen", f"127.0.0.1:{port}")
         started.append(process)
         text, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
-    assert text.count("\n") == 1 and f"port {port} is in use" in text
+    journal, problem = text.splitlines()
+    assert journal == f"journal in {run_file.with_name('journal')}" and f"port {port} is in use" in problem
+    assert (run_file.with_name("journal") / "token").read_text().strip()
+
+
+def test_a_coordinator_that_is_started_again(
+    run_file: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """Begun rounds are gone on with, the invite is the old one, and a second coordinator is refused."""
+    runfile, choices = RunFile.load(run_file), Choices(journal=tmp_path / "journal")
+    costs = run_costs(runfile)
+    with opened(runfile, costs, choices) as folder:
+        folder.keep_token("kept")
+        desk = Desk()
+        journal = FileJournal(folder, desk.post)
+        journal.begin(START)
+        journal.roster(roster(3, "a", "b"))
+        assert commit(journal, desk, 0) is None
+        journal.close()
+    (tmp_path / "journal" / "results" / "00000002.seg").write_bytes(b"torn")
+    invite, events = tmp_path / "invite", tmp_path / "events.jsonl"
+    process = _coordinator(
+        run_file, "--listen", "127.0.0.1:0", "--invite-file", str(invite), "--events", str(events)
+    )
+    started.append(process)
+    assert _invite(invite, process).token == "kept"
+    with pytest.raises(JournalError, match=f"in use by another coordinator, process {process.pid} on"):
+        coordinate(runfile, choices, lambda line: None)
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 143, text
+    first, _, rest = text.partition("\n")
+    assert first == (
+        f"going on from round 2 of the journal in {tmp_path / 'journal'} "
+        "(4 B that are no whole result were cut from results/00000002.seg)"
+    )
+    assert "suspended after 1 rounds" in rest and "Traceback" not in rest
+    assert '"RunResumed"' in events.read_text()
+    with opened(runfile, costs, choices) as folder:
+        assert folder.token == "kept" and folder.recovered is not None and not folder.ended
+
+
+def test_a_run_that_has_ended_is_not_served_again(run_file: Path, tmp_path: Path) -> None:
+    runfile, choices = RunFile.load(run_file), Choices(journal=tmp_path / "journal")
+    with opened(runfile, run_costs(runfile), choices) as folder:
+        desk = Desk()
+        journal = FileJournal(folder, desk.post)
+        journal.begin(START)
+        for index in range(5):
+            assert commit(journal, desk, index) is None
+        journal.close()
+        folder.mark_ended()
+    lines: list[str] = []
+    assert coordinate(runfile, choices, lines.append) == 0
+    assert lines[0].startswith("going on from round 6 of the journal in ")
+    assert lines[1].startswith("all 5 rounds are committed") and len(lines) == 2

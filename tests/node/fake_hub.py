@@ -91,6 +91,7 @@ class FakeHub:
     get_chunks: Callable[[pb.ChunksRequest, Any], Awaitable[None]] | None = None
     get_results: Callable[[pb.ResultsRequest, ExchangeStream], Awaitable[None]] | None = None
     refuse_join: str = ""
+    refuse_code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION
     heartbeat_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -190,7 +191,7 @@ class FakeHub:
     async def _join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         await self._admit(context, session=False)
         if self.refuse_join:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuse_join)
+            await context.abort(self.refuse_code, self.refuse_join)
         self._count += 1
         secret = f"secret-{self._count}"
         self.known.add(secret)

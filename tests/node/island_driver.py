@@ -25,6 +25,7 @@ from node import checkpoint
 from node.events import (
     Event,
     Joined,
+    Replayed,
     Resumed,
     RoundDone,
     RoundMissed,
@@ -60,6 +61,8 @@ def hear(event: Event) -> None:
             validation=event.validation_loss,
             tokens=event.tokens,
         )
+    elif isinstance(event, Replayed):
+        tell(event="Replayed", round=event.first)
     elif isinstance(event, (Resumed, RoundMissed, StateLoaded, StateSent, Saved)):
         tell(event=type(event).__name__, round=event.round)
 

@@ -73,7 +73,7 @@ class Store:
         )
 
     def frames(self, first: int = 0, size: int | None = None, **changes: Any) -> list[bytes]:
-        """A whole stream from chunk ``first`` on, in frames of ``size`` bytes; ``changes`` are the manifest's."""
+        """A stream from chunk ``first`` on, in frames of ``size`` bytes; ``changes`` are the manifest's."""
         start = chunk_range(len(self.data), first, 0)[0]
         manifest = pb.Manifest.FromString(self.manifest.SerializeToString())
         for name, value in changes.items():

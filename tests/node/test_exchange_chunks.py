@@ -67,10 +67,10 @@ def test_what_harms_a_stream_is_mended_by_the_next_or_ends_the_download(
             frames = frames[:index]
         elif harm == "flip":  # one bit of any byte of the stream
             bit = where % (8 * sum(map(len, frames)))
-            for index, message in enumerate(frames):
-                if bit < 8 * len(message):
-                    break
-                bit -= 8 * len(message)
+            index = 0
+            while bit >= 8 * len(frames[index]):
+                bit -= 8 * len(frames[index])
+                index += 1
             damaged = bytearray(frames[index])
             damaged[bit // 8] ^= 1 << bit % 8
             frames[index] = bytes(damaged)
@@ -156,7 +156,7 @@ def test_digests_that_do_not_fit_are_refused() -> None:
     for digests in ([], [bytes(16)] * 2, [bytes(15)]):
         store = Store(SMALL)
         store.manifest.digests[:] = digests
-        with pytest.raises(TransferError, match="its manifest has .* digests of .* due were 1 of 16"):
+        with pytest.raises(TransferError, match=r"its manifest has .* digests of .* due were 1 of 16"):
             SnapshotAssembly(ORDER, empty(store)).add(store.frames()[0])
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 
+import grpc
 import pytest
 import torch
 
@@ -184,7 +185,7 @@ def test_coordinator_that_restarts_in_mid_round_gets_the_same_payload_again(hub:
     assert (again.round, again.state_digest, again.samples) == (7, "s7", 12)
     assert (again.former, again.state_bytes) == ("secret-1", CLAIM.state_bytes)
     assert (again.lease_round, again.lease_start, again.lease_count) == (7, 0, 4), "its work in hand"
-    assert any("this session is unknown" in text and "joining again" in text for text in said)
+    assert any("again, as node-1" in text for text in said)
 
 
 @pytest.mark.parametrize("lease", [{"lease_start": 4}, {"lease_count": 3}])
@@ -333,6 +334,16 @@ def test_coordinator_that_stays_away_ends_the_run_with_a_reason(hub: FakeHub, ma
         exchange.next_order()
 
 
+def test_one_that_has_forgotten_the_node_and_stays_away_is_waited_for_once(hub: FakeHub, make: Make) -> None:
+    clock, said = FakeClock(), list[str]()
+    exchange = make(timing=clock.timing(Backoff(cap=1.0)), say=said.append)
+    hub.refuse_join, hub.refuse_code = "it goes down", grpc.StatusCode.UNAVAILABLE
+    hub.end_session()
+    with pytest.raises(Trouble, match="gave up on the coordinator"):
+        exchange.next_order()
+    assert clock.time <= LIMITS.reconnect + 1e-6, "not another span after the first"
+
+
 def test_waiting_for_an_order_has_a_deadline_and_a_name(hub: FakeHub, make: Make) -> None:
     exchange = make()
     exchange.limits = Limits(order=0.05)
@@ -356,6 +367,21 @@ def test_reports_and_heartbeats_reach_the_coordinator(hub: FakeHub, make: Make) 
     assert sent.bytes_up > 0 and sent.bytes_down > 0
     next_message(hub, "heartbeat")
     next_message(hub, "heartbeat")
+
+
+def test_reports_of_a_long_cut_are_dropped_and_nothing_else(hub: FakeHub, make: Make) -> None:
+    cut_off = threading.Event()
+    exchange = make(say=lambda text: cut_off.set())
+    hub.die()
+    assert cut_off.wait(DEADLINE)
+    exchange.ready(1, "s1")
+    for round_index in range(1, 301):
+        exchange.report(report(round_index, "s"))
+    hub.start()
+    assert next_message(hub, "ready").ready.round == 1
+    assert next_message(hub, "report").report.round == 300 - 256 + 1
+    for round_index in range(46, 301):
+        assert next_message(hub, "report").report.round == round_index
 
 
 def test_stop_is_an_order_and_leaving_comes_after_the_last_report(hub: FakeHub, make: Make) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from node.exchange.meter import DIRECTIONS, KINDS, MESSAGE_PREFIX_BYTES, Meter
 from node.exchange.result import ResultAssembly
 from node.exchange.retry import Backoff, Patience, Timing, persist, within
-from node.exchange.tensor_bytes import LayoutError, Sink, layout, read_chunks, total_bytes
+from node.exchange.tensor_bytes import LayoutError, layout, total_bytes
 from node.exchange.trouble import Kind, Trouble, diagnose
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -59,50 +59,7 @@ def test_any_bytes_are_either_a_frame_or_an_error_in_words(message: bytes) -> No
         assert trouble.kind is Kind.PROTOCOL and "was not applied" in str(trouble)
 
 
-# --------------------------------------------------------------------------- tensor streams
-
-_SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
-_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-
-
-@given(
-    shapes=_SHAPES, dtype=_DTYPES, chunk=st.integers(1, 70), cut=st.integers(1, 50), transpose=st.booleans()
-)
-def test_tensors_survive_any_chunking(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype, chunk: int, cut: int, transpose: bool
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def tensor(shape: tuple[int, ...], fill: bool) -> torch.Tensor:
-        values = torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
-        values = values if fill else torch.zeros_like(values)
-        return values.transpose(0, -1) if transpose and len(shape) > 1 else values
-
-    source = {f"t{index}": tensor(shape, True) for index, shape in enumerate(shapes)}
-    target = {name: torch.zeros_like(value) for name, value in source.items()}
-    if transpose:  # strides of the target that differ from the source's
-        target = {name: value.clone(memory_format=torch.contiguous_format) for name, value in target.items()}
-    stream = b"".join(bytes(part) for part in read_chunks(source, chunk))
-    assert len(stream) == total_bytes(layout(source))
-    assert stream == b"".join(
-        source[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for name in sorted(source)
-        if source[name].numel()
-    )
-    sink = Sink(target)
-    for offset in range(0, len(stream), cut):
-        assert not sink.complete
-        sink.write(memoryview(stream)[offset : offset + cut])
-    assert sink.complete and sink.nbytes == len(stream)
-    for name, value in source.items():
-        assert torch.equal(target[name], value)
-    with pytest.raises(LayoutError, match="goes on after the last tensor"):
-        sink.write(memoryview(b"x"))
-
-
-def test_chunks_have_the_stated_size_except_the_last() -> None:
-    tensors = {"a": torch.zeros(10, dtype=torch.uint8), "b": torch.zeros(95, dtype=torch.uint8)}
-    assert [len(chunk) for chunk in read_chunks(tensors, 32)] == [32, 32, 32, 9]
+# ---------------------------------------------------------------------------------- layouts
 
 
 def test_tensors_that_cannot_travel_are_named() -> None:
@@ -145,10 +102,10 @@ async def test_patience_counts_a_span_from_its_first_failure() -> None:
     clock.time += 1000.0  # all was well until now
     await patience.endure(trouble())
     await patience.endure(trouble())
-    assert clock.said == [
-        f"waiting for the coordinator at h:1: {trouble()}; trying again in 1 s, 4 s left",
-        f"waiting for the coordinator at h:1: {trouble()}; trying again in 2 s, 3 s left",
+    assert clock.said == [  # the second comes too soon to be told
+        f"waiting for the coordinator at h:1: {trouble()}; trying again in 1 s, 4 s left"
     ]
+    assert clock.time == 1103.0
     patience.reset()
     await patience.endure(trouble())
     assert clock.said[-1].endswith("trying again in 1 s, 4 s left")
@@ -183,6 +140,16 @@ async def test_deadlines_have_names() -> None:
     with pytest.raises(Trouble, match=r"a chunk of the upload took longer than 0.01 s") as caught:
         await within(0.01, "a chunk of the upload", asyncio.Event().wait())
     assert caught.value.kind is Kind.SILENT
+
+
+async def test_a_cancellation_that_comes_as_the_work_ends_is_not_lost() -> None:
+    done = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(within(60.0, "it", done))
+    await asyncio.sleep(0)
+    done.set_result(None)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 # --------------------------------------------------------------------------------- texts
@@ -241,7 +208,7 @@ _AT = "example.org:4600"
         ),
         (_CODES.DEADLINE_EXCEEDED, "node-1 has not read", Kind.SILENT, "ended the call: node-1 has not read"),
         (_CODES.UNAUTHENTICATED, "the invite's token is not this run's", Kind.TOKEN, "the invite's token"),
-        (_CODES.UNAUTHENTICATED, "this session is unknown: join again", Kind.SESSION_UNKNOWN, "unknown"),
+        (_CODES.UNAUTHENTICATED, f"{wire.SESSION_UNKNOWN}unknown", Kind.SESSION_UNKNOWN, "node: unknown"),
         (_CODES.ALREADY_EXISTS, "node-0 has a session already", Kind.SESSION_BUSY, "has a session already"),
         (_CODES.UNIMPLEMENTED, "Received http2 header with status: 404", Kind.STRANGER, "http_proxy"),
         (_CODES.FAILED_PRECONDITION, "digests a and b differ", Kind.REFUSED, "digests a and b differ"),

@@ -131,6 +131,6 @@ def test_a_disk_that_fills_up_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch)
     full = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
     spool = Spool([BYTES], 0, 1)
-    with pytest.raises(TransferError, match="100 bytes .*No space left on device; set TMPDIR"):
+    with pytest.raises(TransferError, match=r"100 bytes .*No space left on device; set TMPDIR"):
         spool.write(0, memoryview(bytes(100)))
     spool.close()

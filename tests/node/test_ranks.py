@@ -21,7 +21,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.base import DonateOrder, ExchangeError, LoadOrder, Order, ReplayOrder, RoundOrder, StopOrder
+from node.exchange.base import (
+    DonateOrder,
+    ExchangeError,
+    LoadOrder,
+    Order,
+    ReplayOrder,
+    RoundOrder,
+    StopOrder,
+)
 from node.exchange.order_json import MAX_ORDER_BYTES, order_from_json, order_to_json
 from node.island.broadcast import Receiver, Sender
 from node.island.ranks import IslandRanks

@@ -19,6 +19,7 @@ from node.events import (
     Abstained,
     Event,
     Notice,
+    Replayed,
     Resumed,
     RoundDone,
     RoundMissed,
@@ -29,10 +30,13 @@ from node.events import (
 from node.exchange.base import ExchangeError
 from node.launch import LaunchError, Options, choose_device, join, train
 from node.metrics import MetricsServer, NodeMetrics
+from node.ranks import Alone
+from node.setting import build
 from protos.address import Address
 from protos.invite import Invite
 from protos.runfile import RunFile
-from tests.node.fake_hub import TOKEN, FakeHub
+from tests.node.fake_hub import DEADLINE, TOKEN, ExchangeStream, FakeHub
+from tests.node.hub_rig import next_message
 
 
 def small_run(rounds: int) -> RunFile:
@@ -43,6 +47,11 @@ def small_run(rounds: int) -> RunFile:
             "data": {"batch": 2},
         }
     )
+
+
+def tables_of(run: RunFile) -> str:
+    """The digest of the tables that the coordinator of ``run`` would announce."""
+    return build(run, Options(device="cpu"), lambda event: None, Alone()).optimizer.tables.digest
 
 
 def test_devices() -> None:
@@ -57,33 +66,84 @@ def test_devices() -> None:
 # ----------------------------------------------------------------------------------- signals
 
 
-def test_first_ctrl_c_ends_a_local_run_after_its_round_with_a_checkpoint(tmp_path: Path) -> None:
+SIGNALS = pytest.mark.parametrize(
+    ("number", "raised", "reason"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, "interrupted by its user"),
+        (signal.SIGTERM, SystemExit, "terminated by SIGTERM"),
+    ],
+    ids=["ctrl-c", "sigterm"],
+)
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+@SIGNALS
+def test_first_signal_ends_a_local_run_with_a_checkpoint(
+    number: int, raised: type[BaseException], reason: str, tmp_path: Path
+) -> None:
     events: list[Event] = []
 
     def listen(event: Event) -> None:
         events.append(event)
         if isinstance(event, RoundDone) and event.round == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    before = [signal.getsignal(each) for each in NUMBERS]
+    with pytest.raises(raised) as caught:
         train(small_run(50), Options(save=tmp_path, device="cpu"), listen)
-    assert signal.getsignal(signal.SIGINT) is before
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code == 143
+    assert [signal.getsignal(each) for each in NUMBERS] == before
     assert [event.round for event in events if isinstance(event, Saved)] == [2]
-    assert [event for event in events if isinstance(event, Stopped)] == [
-        Stopped(False, "interrupted by its user")
-    ]
+    assert [event for event in events if isinstance(event, Stopped)] == [Stopped(False, reason)]
     assert find(tmp_path).name == "round-00000002"
 
 
-def test_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+@SIGNALS
+def test_second_signal_ends_it_at_once_and_saves_nothing(
+    number: int, raised: type[BaseException], reason: str, tmp_path: Path
+) -> None:
     def listen(event: Event) -> None:
         if isinstance(event, RoundDone):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
 
-    with pytest.raises(KeyboardInterrupt):
-        train(small_run(50), Options(device="cpu"), listen)
+    with pytest.raises(raised):
+        train(small_run(50), Options(save=tmp_path, device="cpu"), listen)
+    assert not list(tmp_path.iterdir())
+
+
+@SIGNALS
+@pytest.mark.parametrize("at", ["order", "commit"])
+def test_signal_in_a_wait_for_the_coordinator_hands_the_lease_back_and_saves(
+    number: int, raised: type[BaseException], reason: str, at: str, hub: FakeHub, tmp_path: Path
+) -> None:
+    async def hold(stream: ExchangeStream) -> None:
+        await stream.upload()
+        os.kill(os.getpid(), number)
+        await stream.context.read()
+        await stream.context.read()
+
+    def act() -> None:
+        hub.sessions.get(timeout=DEADLINE)
+        if at == "order":
+            hub.messages.get(timeout=DEADLINE)  # a heartbeat: the session stands
+            os.kill(os.getpid(), number)
+        else:
+            hub.open_round(0, lease_count=2)
+
+    run = small_run(3)
+    hub.run.run_file, hub.run.run_digest = run.to_toml(), run.digest
+    hub.run.table_digest = tables_of(run)
+    hub.exchange, hub.heartbeat_seconds = hold, 0.1
+    thread = threading.Thread(target=act)
+    thread.start()
+    with pytest.raises(raised):
+        join(hub.invite, Options(save=tmp_path, device="cpu"))
+    thread.join(DEADLINE)
+    assert next_message(hub, "leave").leave.reason == reason
+    assert find(tmp_path).name == "round-00000000"
+    assert not [thread for thread in threading.enumerate() if thread.name == "atoll-network"]
 
 
 def test_ctrl_c_while_waiting_for_a_coordinator_leaves_no_thread() -> None:
@@ -191,6 +251,7 @@ def test_metrics_follow_the_events() -> None:
     metrics.observe(done(round=5, counted=False, tokens=0, loss=float("nan"), agreement=float("nan")))
     metrics.observe(RoundMissed(6, "cut off"))
     metrics.observe(StateSent(6, 100, 1.0))
+    metrics.observe(Replayed(6, 3, 100, 1.0))
     metrics.count_bytes("up", "contribution", 10)
     metrics.count_bytes("up", "contribution", 5)
     assert sample(metrics, "round") == 5
@@ -208,6 +269,7 @@ def test_metrics_follow_the_events() -> None:
     assert sample(metrics, "uncounted_rounds_total") == 1
     assert sample(metrics, "missed_rounds_total") == 1
     assert sample(metrics, "state_transfers_total", kind="sent") == 1
+    assert sample(metrics, "state_transfers_total", kind="replayed") == 1
     assert sample(metrics, "bytes_total", direction="up", kind="contribution") == 15
 
 

@@ -90,6 +90,7 @@ def run_file(
                 **run,
             },
             "data": {"batch": BATCH},
+            "round": {"adaptive": False},  # every vote counts on a busy machine too
             "method": {"name": method, "warmup": min(2, rounds - 1), **(settings or {})},
         }
     )

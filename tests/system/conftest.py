@@ -36,6 +36,7 @@ name = "{method}"
 {settings}
 [round]
 deadline = "{deadline}"
+adaptive = false
 start_timeout = "100s"
 [coordinator]
 listen = "{listen}"
@@ -84,8 +85,9 @@ class Bed:
         run_file.write_text(RUN_FILE.format_map(values))
         invite = self.folder / "invite"
         self.coordinator = self._start(
-            "coordinator", "coordinator", str(run_file), "--invite-file", str(invite)
-        )
+            "coordinator", "coordinator", str(run_file), "--invite-file", str(invite),
+            "--journal", str(self.folder / "journal"),
+        )  # fmt: skip
         self.until(lambda: invite.exists() and invite.read_text().strip() != "", "the coordinator's invite")
         self.invite = invite.read_text().strip()
 
