@@ -56,7 +56,7 @@ class Intake:
                 f"({run.phase}: {run.reason})",
                 "FAILED_PRECONDITION",
             )
-        if not node.seated or node.node not in active.members:
+        if node.node not in active.members:
             raise Refused(
                 NOT_A_MEMBER,
                 f"{node.node} is not in the roster of round {active.round + 1} (epoch {active.epoch})",
@@ -82,7 +82,7 @@ class Intake:
     def _serve(self, exchange: Exchange, header: ContributionHeader, lane: LaneLayout) -> None:
         """Attach an exchange to the stored result of a round that has been committed."""
         run, node = self._run, exchange.node
-        if not node.seated or header.round < node.first_round or node.node not in run.registry.roster:
+        if header.round < node.first_round or not (node.joining or node.node in run.registry.roster):
             raise Refused(
                 NOT_A_MEMBER,
                 f"{node.node} was not a member in round {header.round + 1}: wait for the next order",

@@ -324,6 +324,8 @@ class Run:
 
     def served(self, node: Node, round_index: int) -> None:
         """A node is being given the result of a committed round: it can go on to the next."""
+        if not node.seated:
+            return
         node.position = max(node.position, round_index + 1)
         if self.phase == "done" and node.position >= self.round:
             self.dismiss(node, self.reason, done=True)

@@ -50,7 +50,8 @@ def random_schedule(seed: int) -> Schedule:
 def allowed(fault: Fault, nodes: int) -> bool:
     """Whether a run that ``nodes`` begin can be finished in spite of it: somebody must stay whose state is
     good, and the run must have begun before anybody leaves for good. A run that all have left is over."""
-    if fault.kind == "deviate" and (nodes < 4 or fault.who == "n0"):
+    # A newcomer with another state is refused; if it comes first, all others are.
+    if fault.kind == "deviate" and (nodes < 4 or fault.who == "n0" or fault.phase == "joining"):
         return False
     if fault.kind == "leave" and fault.who == "n0":
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -175,6 +175,7 @@ class Checker:
 
     def _nothing_lost(self, record: RoundRecord) -> None:
         """After a round every index below the frontier is trained or returned, and not both."""
+        self._trained = _merged(self._trained)
         spans = [*self._trained, *((start, start + count) for start, count in record.returned)]
         place = self._start
         for start, end in sorted(spans):
@@ -194,6 +195,17 @@ class Checker:
             replica.apply(kept.payload if kept.record.voters else None)
         if replica.digest != self.reference.digest:
             self.fail("4", f"a replay of the journal ends with {replica.digest}, not {self.reference.digest}")
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours become one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], end
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def random_votes(draws: np.random.Generator) -> bytes:

@@ -27,7 +27,7 @@ from optim.mean import F32
 
 WRITE: Final = (0.002, 0.03)  # seconds until a record is durable
 REDUCE: Final = (0.001, 0.01)
-POLICY: Final = Policy(deadline=4.0, start_timeout=60.0, quorum=0.6)
+POLICY: Final = Policy(deadline=4.0, start_timeout=90.0, quorum=0.6)
 
 Hook = Callable[[str, int], None]  # phase, round
 MakeHub = Callable[..., Hub]

@@ -39,4 +39,3 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
             if 0 < seconds < fault.seconds:
                 shorter = replace(fault, seconds=seconds)
                 yield replace(schedule, faults=(*faults[:index], shorter, *faults[index + 1 :]))
-                break

@@ -21,9 +21,9 @@ from bench.virtual.node import Node
 from bench.virtual.schedule import COORDINATOR, JOIN, Fault, Schedule
 from bench.virtual.site import Site
 from coordinator.chunk_store import MemoryChunkStore
+from coordinator.ending import ENDED
 from coordinator.hub import Hub
 from coordinator.journal import RoundRecord
-from coordinator.ending import ENDED
 from node.exchange.base import ExchangeError
 from protos import atoll_pb2 as pb
 

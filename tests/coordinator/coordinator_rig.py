@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 
+from coordinator.chunk_store import MemoryChunkStore
+from coordinator.events import Event
 from coordinator.exchange import Exchange
 from coordinator.hub import Hub
+from coordinator.journal import Done, MemoryJournal, RoundRecord
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
 from coordinator.rounds import Policy
 from optim.bits import tally
 from optim.codecs import codec_of
+from optim.mean import F32
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 
-DEADLINE = 30.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
+DEADLINE = 3.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
 STATE_BYTES = 1 << 20  # of the made-up shared state: no snapshot is due within a few hundred rounds
 T = TypeVar("T")
+EventT = TypeVar("EventT", bound=Event)
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
@@ -56,6 +61,10 @@ class VirtualTimer:
                 self.time = max(self.time, when)
                 alarm.callback()
         self.time = end
+
+    def clear(self) -> None:
+        """Whoever waited for an alarm is gone."""
+        self._alarms.clear()
 
     def oversleep(self, seconds: float) -> None:
         """The process does not run for a while: what was due rings late."""
@@ -250,6 +259,34 @@ class Download:
                 assert self.commit.payload_digest == wire.payload_digest(self.payload[: self.received])
 
 
+class HeldJournal(MemoryJournal):
+    """A journal whose disk takes its time: rounds are kept at :meth:`write`, or fail with ``error``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[Callable[[BaseException | None], None]] = []
+        self.held = True
+
+    def commit(
+        self, record: RoundRecord, payload: Sequence[memoryview], memory: Mapping[str, F32] | None, done: Done
+    ) -> None:
+        def write(error: BaseException | None) -> None:
+            if error is not None:
+                done(error)
+            else:
+                MemoryJournal.commit(self, record, payload, memory, done)
+
+        if self.held:
+            self.pending.append(write)
+        else:
+            write(None)
+
+    def write(self, error: BaseException | None = None) -> None:
+        pending, self.pending = self.pending, []
+        for write in pending:
+            write(error)
+
+
 class FakeNode:
     """A node that calls the hub directly."""
 
@@ -261,8 +298,17 @@ class FakeNode:
         self.outbox = hub.open_session(self.node)
         self.id = self.node.node
 
+    def again(self, hub: Hub | None = None, **changes: Any) -> FakeNode:
+        """The same node in a new session; ``changes`` say what it holds by now."""
+        values = {"weight": self.weight, "former": self.reply.session, **changes}
+        return FakeNode(hub or self.hub, **values)
+
     async def order(self) -> pb.CoordinatorMessage | None:
         return await soon(self.outbox.get())
+
+    def idle(self) -> bool:
+        """Whether no order waits for it."""
+        return not self.outbox._messages
 
     async def opened(self, round_index: int | None = None) -> pb.RoundOpen:
         message = await self.order()
@@ -274,6 +320,24 @@ class FakeNode:
         message = await self.order()
         assert message is not None and message.WhichOneof("kind") == "stop", message
         return message.stop
+
+    async def replay(self) -> tuple[pb.Replay, list[Download]]:
+        """Carry out a Replay order, but for the Ready."""
+        message = await self.order()
+        assert message is not None and message.WhichOneof("kind") == "replay", message
+        order = message.replay
+        request = pb.ResultsRequest(first=order.first, count=order.count)
+        downloads = [Download(self.hub.tables.result_nbytes)]
+        async for frame in self.hub.results(self.node, request):
+            if downloads[-1].commit is not None:
+                downloads.append(Download(self.hub.tables.result_nbytes))
+            downloads[-1].add(frame)
+        return order, downloads
+
+    async def fetch(self, order: pb.RoundOpen) -> Download:
+        """Receive the result that a ``result_ready`` order speaks of."""
+        assert order.result_ready and not order.lease_count
+        return await self.receive(self.feed(*abstain_frames(order, "catching up")))
 
     def send(self, order: pb.RoundOpen, payload: bytes, **changes: Any) -> Exchange:
         """Deliver a whole contribution."""
@@ -325,19 +389,48 @@ class Site:
     """A hub on a virtual clock, and its nodes."""
 
     def __init__(
-        self, nodes: int = 3, *, present: int | None = None, table: BucketTable | None = None, **plan: Any
+        self,
+        nodes: int = 3,
+        *,
+        present: int | None = None,
+        table: BucketTable | None = None,
+        journal: MemoryJournal | None = None,
+        **plan: Any,
     ) -> None:
         self.timer = VirtualTimer()
         self.table = table or voted_table()
-        self.hub = Hub(
-            make_plan(nodes=nodes, **plan),
+        self.journal = journal or MemoryJournal()
+        self.events: list[Event] = []
+        self._plan = make_plan(nodes=nodes, **plan)
+        self._chunks = MemoryChunkStore()
+        self.hub = self._begin()
+        self.run = self.hub.run
+        self.nodes = [FakeNode(self.hub) for _ in range(nodes if present is None else present)]
+
+    def _begin(self) -> Hub:
+        return Hub(
+            self._plan,
             schedule(self.table),
             timer=self.timer,
             pool=InlinePool(),
             tally=tally,
+            journal=self.journal,
+            chunks=self._chunks,
+            tell=self.events.append,
         )
+
+    def restart(self) -> list[FakeNode]:
+        """The coordinator is gone in this moment, and another one goes on with its journal. Returns the nodes,
+        none of which is back yet."""
+        lost, self.nodes = self.nodes, []
+        self.timer.clear()
+        self.hub = self._begin()
         self.run = self.hub.run
-        self.nodes = [FakeNode(self.hub) for _ in range(nodes if present is None else present)]
+        return lost
+
+    def told(self, kind: type[EventT]) -> list[EventT]:
+        """The events of a kind so far."""
+        return [event for event in self.events if isinstance(event, kind)]
 
     def add(self, **changes: Any) -> FakeNode:
         self.nodes.append(FakeNode(self.hub, **changes))

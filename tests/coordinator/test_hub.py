@@ -28,7 +28,6 @@ from tests.coordinator.coordinator_rig import (
     soon,
     voted_table,
 )
-from tests.coordinator.state_rig import donate, load
 
 
 def ids(nodes: Sequence[FakeNode]) -> list[str]:
@@ -499,7 +498,7 @@ async def test_a_stranger_to_the_round_is_refused() -> None:
     assert site.run.round == 1
 
 
-async def test_who_falls_behind_the_ring_joins_again_and_loads() -> None:
+async def test_who_falls_behind_the_ring_joins_again_and_replays() -> None:
     site = Site(rounds=100)
     fast, slow = site.nodes[:2], site.nodes[2]
     orders = await site.opened()
@@ -516,10 +515,16 @@ async def test_who_falls_behind_the_ring_joins_again_and_loads() -> None:
     )
     assert "only the results since round 2 are kept" in exchange.refusal.text
     assert await slow.order() is None
-    again = FakeNode(site.hub, round=0)
-    assert again.reply.needs_state
-    await site.play(fast)
-    assert site.run.syncing is not None and site.run.syncing.joiners == (again.id,)
+    again = slow.again(round=0)
+    assert again.id == slow.id and not again.reply.needs_state
+    order, downloads = await again.replay()
+    assert (order.first, order.count) == (0, RING_ROUNDS + 1)
+    assert [download.commit.round for download in downloads if download.commit] == list(
+        range(RING_ROUNDS + 1)
+    )
+    again.ready(RING_ROUNDS + 1, f"state-{RING_ROUNDS + 1}")
+    await site.play(fast)  # without waiting for it
+    assert (await again.opened(RING_ROUNDS + 1)).result_ready
 
 
 async def test_a_reader_that_stalls_is_cut_off() -> None:
@@ -548,29 +553,6 @@ async def finish_round(site: Site, digests: Sequence[str]) -> None:
         node.report(order.round, digest)
 
 
-async def test_a_node_that_deviates_is_stopped() -> None:
-    site = Site()
-    await finish_round(site, ["good", "bad", "good"])
-    await site.nodes[1].opened(1)
-    stop = await site.nodes[1].stopped()
-    assert not stop.done
-    assert stop.reason == "node-1 has left the common state: 2 of 3 nodes hold good, not node-1 (bad)"
-    assert site.run.counters["digest-mismatch"] == 1
-    orders = await site.opened([site.nodes[0], site.nodes[2]])
-    site.nodes[0].send(orders[0], random_payload(0, site.table))
-    site.nodes[2].send(orders[1], random_payload(0, site.table))
-    assert site.run.round == 2
-    assert site.run.registry.roster.members == ("node-0", "node-2")
-
-
-async def test_between_two_the_lowest_slot_is_right() -> None:
-    site = Site(nodes=2)
-    await finish_round(site, ["a", "b"])
-    await site.nodes[1].opened(1)
-    assert "1 of 2 nodes hold a, not node-1 (b)" in (await site.nodes[1].stopped()).reason
-    assert site.run.registry.get("node-0") is not None
-
-
 async def test_a_deviation_in_the_last_round_is_counted() -> None:
     site = Site(rounds=1)
     await finish_round(site, ["good", "good", "bad"])
@@ -589,153 +571,12 @@ async def test_messages_that_make_no_sense_are_counted() -> None:
         pb.NodeMessage(report=pb.Report(round=7)).SerializeToString(),
         pb.NodeMessage(report=pb.Report(round=0, tokens=2**63)).SerializeToString(),
         pb.NodeMessage(report=pb.Report(round=0, state_digest="x" * 129)).SerializeToString(),
-        pb.NodeMessage(ready=pb.Ready(round=0)).SerializeToString(),
     ):
         site.hub.message(site.nodes[0].node, message)
-    assert site.run.counters["bad-message"] == 7
+    assert site.run.counters["bad-message"] == 6
+    site.nodes[0].ready(0, "")  # of a member: an answer that came too late
+    assert site.run.counters["bad-message"] == 6
     assert len(site.run.registry.nodes) == 3
-
-
-# ------------------------------------------------------------------------------------------- newcomers
-
-
-async def test_newcomers_load_the_state_between_two_rounds() -> None:
-    site = Site(nodes=2)
-    old = list(site.nodes)
-    joiners = [site.add(), site.add()]
-    assert all(joiner.reply.needs_state for joiner in joiners)
-    await site.play(old)
-    assert site.run.phase == "syncing"
-    assert site.hub.status().reason.startswith("node-2, node-3 loading the state of round 1 from node-1")
-    _, *received = await asyncio.gather(
-        donate(site, old[1], "state-1"), *(load(site, joiner) for joiner in joiners)
-    )
-    assert received[0] == received[1] and len(received[0]) == 3
-    joiners[0].ready(1, "state-1")
-    assert site.run.phase == "syncing"
-    joiners[1].ready(1, "state-1")
-    assert site.run.phase == "training"
-    orders = await site.opened()
-    assert [(o.round, o.epoch) for o in orders] == [(1, 2)] * 4
-    assert list(orders[0].members) == ["node-0", "node-1", "node-2", "node-3"]
-    assert not any(o.result_ready for o in orders) and all(o.lease_count for o in orders)
-
-
-async def test_a_donor_that_dies_is_replaced() -> None:
-    site = Site(nodes=3)
-    old = list(site.nodes)
-    joiner = site.add()
-    await site.play(old)
-    loading = asyncio.ensure_future(load(site, joiner))
-    await donate(site, old[1], "state-1", until=2)
-    old[1].die()
-    with pytest.raises(Refused, match="the donor node-1 left") as refused:
-        await loading
-    assert refused.value.code == "UNAVAILABLE"
-    await asyncio.gather(donate(site, old[2], "state-1"), load(site, joiner))
-    joiner.ready(1, "state-1")
-    orders = await site.opened([old[0], old[2], joiner])
-    assert list(orders[0].members) == ["node-0", "node-2", "node-3"]
-
-
-async def test_a_joiner_with_another_digest_is_stopped() -> None:
-    site = Site(nodes=2)
-    old = list(site.nodes)
-    joiner = site.add()
-    await site.play(old)
-    await asyncio.gather(donate(site, old[1], "state-1"), load(site, joiner))
-    joiner.ready(1, "garbled")
-    stop = await joiner.stopped()
-    assert "garbled" in stop.reason and "state-1" in stop.reason
-    assert list((await site.opened(old))[0].members) == ids(old)
-
-
-async def test_a_joiner_that_dies_does_not_hold_the_run_up() -> None:
-    site = Site(nodes=2)
-    old = list(site.nodes)
-    joiner = site.add()
-    await site.play(old)
-    assert site.run.phase == "syncing"
-    joiner.die()
-    orders = await site.opened(old[:1])
-    assert orders[0].round == 1
-    assert site.run.phase == "training"
-
-
-async def test_a_donor_with_a_deviating_state_is_not_believed() -> None:
-    site = Site(nodes=3)
-    old = list(site.nodes)
-    joiner = site.add()
-    await site.play(old)
-    loading = asyncio.ensure_future(load(site, joiner))
-    with pytest.raises(Refused, match="digest evil, the nodes agreed on state-1"):
-        await donate(site, old[1], "evil")
-    with pytest.raises(Refused):
-        await loading
-    await asyncio.gather(donate(site, old[2], "state-1"), load(site, joiner))
-    joiner.ready(1, "state-1")
-    assert site.run.phase == "training"
-
-
-async def test_loading_that_does_not_move_is_given_up() -> None:
-    site = Site(nodes=2)
-    old = list(site.nodes)
-    joiner = site.add()
-    await site.play(old)
-    site.idle(121.0)  # two donors, 60 s each
-    stop = await skip_to_stop(joiner)
-    assert "did not load the state" in stop.reason or "no donor is left" in stop.reason
-    assert site.run.phase == "training"
-    assert site.run.round == 1
-
-
-async def skip_to_stop(node: FakeNode) -> pb.Stop:
-    while (message := await node.order()) is not None:
-        if message.WhichOneof("kind") == "stop":
-            return message.stop
-    raise AssertionError("no stop")
-
-
-async def test_a_lagging_member_is_no_donor() -> None:
-    site = Site(nodes=2, rounds=9)
-    orders = await site.opened()
-    site.nodes[0].send(orders[0], random_payload(0, site.table))
-    site.idle(70.0)
-    assert site.run.round == 1 and site.nodes[1].node.state == "lagging"
-    site.add()
-    await site.play(site.nodes[:1])
-    assert site.run.syncing is not None and site.run.syncing.transfer is not None
-    assert site.run.syncing.transfer.donor == "node-0"
-
-
-async def test_who_was_cut_off_comes_back_without_loading() -> None:
-    site = Site(nodes=3, rounds=9)
-    await site.play()
-    victim = site.nodes.pop()
-    victim.die()
-    orders = await site.opened()
-    for node, order in zip(site.nodes, orders, strict=True):
-        node.send(order, random_payload(0, site.table))
-        node.report(order.round, "state-2")
-    back = FakeNode(site.hub, round=1, state_digest="state-1")
-    assert not back.reply.needs_state and back.id == "node-3"
-    await site.play()
-    order = await back.opened(1)
-    assert order.result_ready  # it replays round 1 and then takes part
-    await back.receive(back.feed(*abstain_frames(order, "catching up")))
-    order = await back.opened(2)
-    assert order.result_ready
-    await back.receive(back.feed(*abstain_frames(order, "catching up")))
-    order = await back.opened(3)
-    assert not order.result_ready and order.lease_count == 4
-    assert list(order.members) == ["node-0", "node-1", "node-3"]
-
-
-async def test_who_claims_another_state_has_to_load() -> None:
-    site = Site(nodes=2, rounds=9)
-    await site.play()
-    assert FakeNode(site.hub, round=1, state_digest="lie").reply.needs_state
-    assert not FakeNode(site.hub, round=1, state_digest="state-1").reply.needs_state
 
 
 # ------------------------------------------------------------------------------------------- the end
@@ -769,12 +610,35 @@ async def test_when_all_are_cut_off_the_run_waits_for_one_to_come_back() -> None
     for node in site.nodes:
         node.die()
     assert site.run.phase == "gathering" and "every node left before round 2" in site.run.reason
+    back = site.nodes[1].again(round=1, state_digest="state-1")
+    assert back.id == "node-1"
+    assert (await back.opened(1)).members == ["node-1"]
+
+
+async def test_when_all_are_cut_off_a_stranger_may_replay_what_is_kept() -> None:
+    site = Site(nodes=2, rounds=9)
+    await site.play()
+    for node in site.nodes:
+        node.die()
     stranger = FakeNode(site.hub)
-    assert stranger.reply.needs_state
-    back = FakeNode(site.hub, round=1, state_digest="state-1")
-    await asyncio.gather(donate(site, back, "state-1"), load(site, stranger))
+    order, _ = await stranger.replay()
+    assert (order.first, order.count) == (0, 1) and "1 catching up" in site.run.reason
     stranger.ready(1, "state-1")
-    assert [o.round for o in await site.opened([back, stranger])] == [1, 1]
+    assert (await stranger.opened(1)).members == [stranger.id]
+
+
+async def test_when_all_are_cut_off_the_first_one_back_goes_on_with_its_samples() -> None:
+    site = Site(nodes=2, rounds=9)
+    await site.play()
+    orders = await site.opened()
+    for node in site.nodes:
+        node.die()
+    work = {"lease_round": 1, "lease_start": orders[1].lease_start, "lease_count": orders[1].lease_count}
+    back = site.nodes[1].again(round=1, state_digest="state-1", **work)
+    order = await back.opened(1)
+    assert (order.lease_start, order.lease_count) == (orders[1].lease_start, orders[1].lease_count)
+    await back.receive(back.send(order, random_payload(0, site.table)))
+    assert (await back.opened(2)).lease_start == orders[0].lease_start, "the other's samples come next"
 
 
 async def test_when_nobody_comes_back_the_run_has_failed() -> None:
@@ -828,6 +692,39 @@ async def test_a_contribution_that_arrives_after_the_stop_is_told_why() -> None:
     with pytest.raises(Refused, match="the run has ended: maintenance") as refused:
         await drain(site.nodes[0].send(orders[0], random_payload(0, site.table)))
     assert refused.value.code == "UNAVAILABLE"
+
+
+async def test_who_is_cut_off_in_the_last_round_is_given_what_it_lacks() -> None:
+    site = Site(nodes=2, rounds=1)
+    orders = await site.opened()
+    exchanges = [n.send(o, random_payload(0, site.table)) for n, o in zip(site.nodes, orders, strict=True)]
+    site.nodes[1].die()
+    await site.nodes[0].receive(exchanges[0])
+    assert (await site.nodes[0].stopped()).done
+    site.nodes[0].leave()
+    assert site.run.phase == "done" and not site.run.finished.is_set(), "one of them lacks the last result"
+    with pytest.raises(Refused, match="the run has ended"):
+        site.hub.join(join_request(site.table), "")  # a stranger comes too late
+    back = site.nodes[1].again(round=0)
+    order, downloads = await back.replay()
+    assert (order.first, order.count) == (0, 1)
+    assert downloads[0].commit is not None and downloads[0].commit.counted
+    back.ready(1, "state-1")
+    assert (await back.stopped()).done
+    back.leave()
+    assert site.run.finished.is_set()
+
+
+async def test_who_is_cut_off_in_the_last_round_is_not_waited_for_for_ever() -> None:
+    site = Site(nodes=2, rounds=1)
+    orders = await site.opened()
+    for node, order in zip(site.nodes, orders, strict=True):
+        node.send(order, random_payload(0, site.table))
+    site.nodes[0].leave()
+    site.nodes[1].die()
+    assert not site.run.finished.is_set()
+    site.timer.advance(site.run.plan.stall)
+    assert site.run.finished.is_set()
 
 
 async def test_who_does_not_leave_after_a_stop_is_dropped() -> None:

@@ -44,13 +44,13 @@ def island_site(nodes: int = 2, *, table: BucketTable = TABLE, piece: int = 0, *
     for _ in range(nodes):
         site.add(ranks=4)
     if piece:
-        site.run._reducing = {
+        site.run.training._reducing = {
             digest: dataclasses.replace(reducing, pieces=cut(reducing.table, piece))
-            for digest, reducing in site.run._reducing.items()
+            for digest, reducing in site.run.training._reducing.items()
         }
         active = site.run.active
         assert active is not None
-        active._shared = site.run._reducing[table.digest]
+        active._shared = site.run.training._reducing[table.digest]
     return site
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from coordinator.service import Outcome, Started, run_coordinator
-from node.events import Event, Joined, Notice
+from node.events import Event, Joined, Notice, Replayed, RoundDone
 from node.exchange.hub import HubExchange
 from node.exchange.link import Limits
 from node.exchange.retry import Backoff, Timing
@@ -130,6 +130,16 @@ class Log:
 
     def of(self, name: str, kind: type[Any]) -> list[Any]:
         return [event for event in self.events[name] if isinstance(event, kind)]
+
+    def applied(self, name: str) -> list[int]:
+        """The rounds over which a node has stepped, one by one or in replays, in the order in which it did."""
+        rounds: list[int] = []
+        for event in self.events[name]:
+            if isinstance(event, RoundDone):
+                rounds.append(event.round)
+            elif isinstance(event, Replayed):
+                rounds += range(event.first, event.first + event.count)
+        return rounds
 
     def wait(self, name: str, kind: type[Any], count: int = 1) -> None:
         self.wait_for(lambda: len(self.of(name, kind)) >= count)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coordinator.result import RING_ROUNDS
-from node.events import Event, Joined, Notice, RoundDone, StateLoaded, StateSent, Stopped
+from node.events import Event, Joined, Notice, Replayed, RoundDone, StateLoaded, Stopped
 from node.exchange.base import ExchangeError, RoundOrder
 from node.exchange.hub import HubExchange
 from node.exchange.session import Claim
@@ -87,7 +87,7 @@ def test_nodes_with_identical_batches_equal_one_without_a_network(fleet: Fleet, 
         assert [event.digest for event in log.of(name, RoundDone)] == expected
 
 
-def test_newcomer_loads_the_state_in_mid_run_and_stays_identical(fleet: Fleet) -> None:
+def test_newcomer_catches_up_in_mid_run_and_stays_identical(fleet: Fleet) -> None:
     run = run_file(80, nodes=2)
     coordinator = fleet.coordinator(run, tiny_tables(run))
     log = Log()
@@ -105,16 +105,14 @@ def test_newcomer_loads_the_state_in_mid_run_and_stays_identical(fleet: Fleet) -
     log.wait("a", RoundDone, 5)
     futures.append(fleet.pool.submit(tiny_node, run, coordinator.invite, "late", log.listener("late")))
     summaries = [future.result(DEADLINE) for future in futures]
-    assert log.of("late", Joined)[0].needs_state
-    (loaded,) = log.of("late", StateLoaded)
-    assert loaded.round >= 5
-    assert len(log.of("a", StateSent)) + len(log.of("b", StateSent)) == 1
+    assert log.of("late", Replayed)[0].first == 0, "its own initial state is that before round 0"
+    assert not log.of("late", StateLoaded) and log.applied("late") == [*range(80)]
     digests = {event.round: event.digest for event in log.of("a", RoundDone)}
-    assert loaded.digest == digests[loaded.round - 1]
     theirs = log.of("late", RoundDone)
-    assert theirs[0].round == loaded.round and theirs[-1].round == 79
     assert all(event.digest == digests[event.round] for event in theirs)
-    assert all(len(event.voters) == 3 for event in theirs)
+    name = log.of("late", Joined)[0].node
+    counted = [event.counted for event in theirs]
+    assert counted == [name in event.voters for event in theirs] and sum(counted) > 50
     assert len({summary.digest for summary in summaries}) == 1
 
 
@@ -152,8 +150,7 @@ def test_node_that_was_cut_off_replays_results_or_loads_the_state(fleet: Fleet) 
         relay.close()
     (loaded,) = log.of("cut", StateLoaded)
     assert loaded.round > 40 + 2 * RING_ROUNDS
-    rounds = [event.round for event in log.of("cut", RoundDone)]
-    assert rounds == [*range(41), *range(loaded.round, 120)]
+    assert log.applied("cut") == [*range(41), *range(loaded.round, 120)]
     digests = {event.round: event.digest for event in log.of("steady", RoundDone)}
     assert all(event.digest == digests[event.round] for event in log.of("cut", RoundDone))
     assert all(summary.done for summary in summaries)
@@ -187,6 +184,7 @@ def test_node_that_leaves_does_not_stop_the_others(fleet: Fleet) -> None:
             state_digest(optimizer.shared_tensors()),
             0,
             1,
+            state_bytes=1000,
         )
         exchange.join(claim, optimizer.tables)
         worker.append(Worker(run, model, TinyData(), optimizer, exchange, on_event=listen))

@@ -1,4 +1,4 @@
-"""What the tests of the simulation share: schedules for hypothesis, and coordinators that are broken on purpose."""
+"""What the tests of the simulation share: schedules for hypothesis, and coordinators broken on purpose."""
 
 from __future__ import annotations
 

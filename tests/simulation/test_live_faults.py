@@ -1,4 +1,4 @@
-"""A live run that is hit whenever hypothesis likes: invariants hold all the time, and it goes on afterwards."""
+"""A live run that is hit at any time: invariants hold all the time, and it goes on afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.virtual.world import PATIENCE, World
 
 NODES = 4
 NAMES = st.sampled_from([f"n{index}" for index in range(NODES + 1)])
-SECONDS = st.sampled_from((0.05, 0.5, 2.0, 10.0, 30.0))
+SECONDS = st.sampled_from((0.05, 0.5, 2.0, 8.0))
 
 
 class LiveFaults(RuleBasedStateMachine):
@@ -75,8 +75,8 @@ class LiveFaults(RuleBasedStateMachine):
 
 TestLiveFaults = LiveFaults.TestCase
 TestLiveFaults.settings = settings(
-    max_examples=25,
-    stateful_step_count=15,
+    max_examples=40,
+    stateful_step_count=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
