@@ -33,10 +33,10 @@ MAX_BROKEN_STREAMS: Final = 3  # of one member in one round; then it is not wait
 class ActiveRound:
     """One round from its opening to its commit.
 
-    A round that is to be committed is given to ``keep`` first, which makes it last and then calls the function
-    that it is given, with an error if that failed: a commit is not announced before. ``on_close`` is called
-    exactly once, on the event loop, with the closing verdict; after a commit the result is complete and valid
-    by then.
+    A round that is to be committed is given to ``keep`` first, which makes it last and then calls the
+    function that it is given, with an error if that failed: a commit is not announced before. ``on_close`` is
+    called exactly once, on the event loop, with the closing verdict, and never after :meth:`stop`; after a
+    commit the result is complete and valid by then.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ MAX_SAMPLES: Final = 1 << 60  # of a run: what a round adds stays within 64 bits
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What every node must agree on; an empty digest, or 0 bytes, is not known yet: the first node defines it.
+    """What every node must agree on; an empty digest, or 0 bytes, is not known yet: the first node says it.
 
     ``start`` is what the run would begin with if nobody else came. Once it has begun, with ``committed``
     rounds by now, newcomers load the shared state from another node.

@@ -30,7 +30,7 @@ class Violation:
 @dataclass(frozen=True)
 class Skip:
     """Rounds from ``first`` up to ``end`` that this journal has lost; samples before ``samples`` may have
-    been leased in them."""
+    been leased in them. What was leased in them and is in a node's hands still may be trained later on."""
 
     first: int
     end: int
@@ -122,13 +122,15 @@ def audit(ledger: Ledger) -> Audit:
 
 def _rounds(ledger: Ledger, epochs: Mapping[int, set[str]], found: Audit) -> None:
     skips = {skip.first: skip for skip in ledger.skips}
-    trained, twice, barred = Ranges(), Ranges(), 0
+    trained, twice = Ranges(), Ranges()
+    barred = 0  # what had been leased before the rounds that are lost: they may have trained it
     last: RoundRecord | None = None
     shares: Counter[str] = Counter()
     for record in ledger.rounds():
         while found.following in skips:
             skip = skips.pop(found.following)
-            found.following, barred = skip.end, max(barred, skip.samples)
+            barred = found.frontier
+            found.following, found.frontier = skip.end, max(found.frontier, skip.samples)
         found.tell(_order(record, found, barred))
         found.tell(_votes(record, epochs.get(record.epoch)))
         for node, start, count in record.trained:
@@ -141,16 +143,16 @@ def _rounds(ledger: Ledger, epochs: Mapping[int, set[str]], found: Audit) -> Non
         last = record
     found.tell(_trained_twice(ledger.rounds(), twice))
     for skip in sorted(skips.values(), key=lambda skip: skip.first):  # behind the last round
-        found.following, barred = max(found.following, skip.end), max(barred, skip.samples)
-    found.frontier = max(found.frontier, barred)
+        found.following, found.frontier = skip.end, max(found.frontier, skip.samples)
     found.trained, found.shares = trained.total, dict(sorted(shares.items()))
     returned = () if last is None or last.round + 1 != found.following else last.returned
-    _account(ledger.start.samples, trained, returned, barred, found)
+    behind = max((skip.samples for skip in ledger.skips), default=0)
+    _account(ledger.start.samples, trained, returned, behind, found)
 
 
 def _order(record: RoundRecord, found: Audit, barred: int) -> Iterator[Violation]:
-    """Rounds follow one another, and with them the frontier; nothing is leased beyond it, nor anew what the
-    rounds that the journal has lost may have trained."""
+    """Rounds follow one another, and with them the frontier; nothing is leased beyond it, nor anew what was
+    handed out before rounds that the journal has lost."""
     name, rounds = f"round {record.round + 1}", (record.round,)
     if record.round != found.following:
         yield Violation("order", f"{name} follows where round {found.following + 1} should", rounds)
@@ -215,9 +217,10 @@ def _trained_twice(rounds: Iterable[RoundRecord], twice: Ranges) -> Iterator[Vio
 
 
 def _account(
-    start: int, trained: Ranges, returned: Sequence[tuple[int, int]], barred: int, found: Audit
+    start: int, trained: Ranges, returned: Sequence[tuple[int, int]], behind: int, found: Audit
 ) -> None:
-    """Every sample below the frontier is trained or returned, or was in the hands of rounds that are lost."""
+    """Every sample below the frontier is trained or returned; below ``behind`` rounds that are lost may have
+    trained it."""
     accounted = Ranges(trained)
     for first, count in returned:
         for part in accounted.add(first, first + count):
@@ -225,7 +228,7 @@ def _account(
             found.tell([Violation("account", text, (found.following - 1,))])
         found.returned += count
     for part in accounted.missing(start, found.frontier):
-        unknown = max(0, min(part[1], barred) - part[0])
+        unknown = max(0, min(part[1], behind) - part[0])
         found.unknown += unknown
         if part[0] + unknown < part[1]:
             text = f"{_samples(part[0] + unknown, part[1])} below the frontier: neither trained nor returned"

@@ -19,9 +19,9 @@ class Judgement:
 def judge(reports: Mapping[str, str], members: Sequence[str]) -> Judgement:
     """Compare the digests of one round.
 
-    A digest is agreed once more than half of ``members`` (slot order, all that are still to report or have)
-    have reported it, or everybody has reported: then the most frequent one, and among equally frequent ones
-    that of the lowest slot.
+    A digest is agreed once more than half of ``members`` (slot order, all that had to report, whether they
+    are still there or not) have reported it, or all of them have reported: then the most frequent one, and
+    among equally frequent ones that of the lowest slot. Who is left alone must not decide what is right.
     """
     given = {node: reports[node] for node in members if node in reports}
     counts = Counter(given.values())  # keeps slot order, so the first maximum is the lowest slot's

@@ -39,7 +39,7 @@ class Ending:
         return Refused("", f"the run has ended: {reason}", "UNAVAILABLE")
 
     def suspend(self, reason: str) -> None:
-        """Go no further, and tell the nodes nothing: they hold, until a coordinator goes on with the journal."""
+        """Go no further, and tell the nodes nothing: they hold until a coordinator goes on."""
         if self._run.phase not in ENDED:
             self._halt("suspended", reason)
             self._run.finished.set()
@@ -53,7 +53,9 @@ class Ending:
         self._last_chance = run.timer.call_at(run.now() + run.plan.stall, self._all_out)
         evaluating = run.training.last_evaluator() if phase == "done" else None
         for node in list(run.registry.nodes.values()):
-            if phase == "done" and self._lacks(node):
+            if phase == "done" and node.joining:
+                run.newcomers.advance(node)
+            elif phase == "done" and self._lacks(node):
                 run.training.order(node)
             else:
                 run.dismiss(node, reason, done=phase == "done", evaluate=node is evaluating)
@@ -71,10 +73,8 @@ class Ending:
         run.tell(CoordinatorStopped(phase, reason, run.round))
 
     def _lacks(self, node: Node) -> bool:
-        """Whether a node is on its way to the last state, and can get there."""
+        """Whether a member is on its way to the last state, and can get there."""
         run = self._run
-        if node.joining:
-            return node.goal >= 0
         return node.seated and node.position < run.round and run.results.get(node.position) is not None
 
     def arrived(self, node: Node) -> None:

@@ -33,6 +33,10 @@ class Desk(Protocol):
         """Count an event."""
         ...
 
+    def ignored(self, exchange: Exchange) -> None:
+        """All of a contribution has come that does not count."""
+        ...
+
     def now(self) -> float:
         """Seconds on the coordinator's clock."""
         ...
@@ -43,6 +47,7 @@ class Exchange:
 
     Attributes:
         lane, round_index: what it carries and of which round, once the header has been read.
+        contributes: it brings a contribution, wanted or not, rather than ask for a result.
         round: the active round that it contributes to, or ``None``.
         progress_at: when the stream last moved.
         spent: nothing more has to be read from the node: its END has come, or more than will be discarded.
@@ -58,6 +63,7 @@ class Exchange:
         self.node = node
         self.lane: LaneLayout | None = None
         self.round_index = -1
+        self.contributes = False
         self.round: ActiveRound | None = None
         self.contribution: Contribution | None = None
         self.progress_at = desk.now()
@@ -126,6 +132,8 @@ class Exchange:
             self.contribution is None or self.round is None or self.result.committed
         ):  # is ignored, or abstains
             self._uploaded = frame.kind == END
+            if self._uploaded:
+                self._desk.ignored(self)
             if self._exceeds(len(message)):
                 raise Refused(OVERSIZED, "far more came than a contribution that is ignored can have")
             return

@@ -114,7 +114,7 @@ class Gathering:
         self._resume()
 
     def _resume(self) -> None:
-        """Open the round again in which the nodes are: each that is back gets the samples that it works on."""
+        """Open the round in which the nodes are; each that is back gets the samples that it works on."""
         run = self._run
         back = [
             node

@@ -20,7 +20,8 @@ OPEN_ROUNDS: Final = 16  # reports for older rounds no longer change anything
 class Point:
     """Reports of one round.
 
-    ``members`` had to report when it was committed; ``agreement`` is the mean over its voters.
+    ``members`` had to report when it was committed, and a digest is agreed on by the most of them, whoever
+    has left since; ``agreement`` is the mean over its voters.
     """
 
     round: int
@@ -50,8 +51,10 @@ class History:
         self._fresh: list[tuple[int, str]] = []
 
     def begin(self, round_index: int, digest: str, agreed: Mapping[int, str] | None = None) -> None:
-        """The first round to be committed is ``round_index``, on top of the state with this digest; ``agreed``
-        are all digests that are known after rounds that were committed before."""
+        """The first round to be committed is ``round_index``, on top of the state with this digest.
+
+        ``agreed`` are all digests that are known after rounds that were committed before.
+        """
         self._agreed = OrderedDict(sorted((agreed or {}).items()))
         if digest:
             self._agreed[round_index - 1] = digest
@@ -79,21 +82,11 @@ class History:
         point.digests[node] = report.state_digest
         return self._judge(point)
 
-    def departed(self, node: str) -> list[Judgement]:
-        """A node will not report any more; returns the judgements that this changes."""
-        judgements = []
-        for point in list(self._points.values())[-OPEN_ROUNDS:]:
-            if node in point.members and node not in point.digests:
-                point.members = tuple(member for member in point.members if member != node)
-                judgements.append(self._judge(point))
-        return judgements
-
     def retract(self, node: str) -> None:
         """A node has left the common state: what it told of its state is no more held against it, or for it,
         once it has loaded that."""
         for point in list(self._points.values())[-OPEN_ROUNDS:]:
             point.digests.pop(node, None)
-            point.members = tuple(member for member in point.members if member != node)
 
     @property
     def agreed(self) -> dict[int, str]:

@@ -40,7 +40,7 @@ class Intake:
         """
         run, node, active = self._run, exchange.node, self._run.active
         lane = exchange.lane = layout_of(header, run.tables.of(header.round))
-        exchange.round_index = header.round
+        exchange.round_index, exchange.contributes = header.round, not (header.abstain or lane.idle)
         for other in list(node.exchanges):
             if other is not exchange and not other.served and exchange.supersedes(other):
                 self.replace(other)
@@ -63,7 +63,7 @@ class Intake:
                 "FAILED_PRECONDITION",
             )
         exchange.attach(active.result, active)  # before an abstention closes the round
-        if active.verdict is not None and not (header.abstain or lane.idle):
+        if active.closing and exchange.contributes:
             run.count(LATE)
             return
         try:
@@ -99,7 +99,7 @@ class Intake:
             run.departed(node, reason)
             text = f"{SESSION_UNKNOWN}the session of {node.node} has ended: {reason}"
             raise Refused(FELL_BEHIND, text, "UNAUTHENTICATED")
-        if not (header.abstain or lane.idle):
+        if exchange.contributes:
             run.count(DUPLICATE if node.node in result.voters else LATE)
         exchange.attach(result)
         if node.give(header.round, [lane]):
@@ -112,6 +112,15 @@ class Intake:
         active = exchange.round if exchange.result is not None else run.active
         if active is not None and active is run.active and node.node in active.members:
             active.refuse(node.node, exchange.contribution)
+
+    def ignored(self, exchange: Exchange) -> None:
+        """All of a contribution has come that does not count: it tells how long one has to wait for such."""
+        node, result = exchange.node, exchange.result
+        if not exchange.contributes or result is None or not result.committed:
+            return
+        if node.node not in result.voters and node.late_round < result.round:  # of lanes the first one tells
+            node.late_round = result.round
+            self._run.training.deadlines.late(result.round, self._run.now())
 
     def count(self, kind: str) -> None:
         """Count an event."""

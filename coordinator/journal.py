@@ -79,8 +79,11 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The state with which a run has begun: that before ``round``, of this digest; ``samples`` had been leased
-    before. ``data_digest`` is what its nodes' data must be, ``state_bytes`` the size of the shared state."""
+    """The state with which a run has begun: that before ``round``, of this digest.
+
+    ``samples`` had been leased before; ``data_digest`` is what its nodes' data must be, ``state_bytes`` the
+    size of the shared state.
+    """
 
     round: int
     digest: str
@@ -161,7 +164,7 @@ class Journal(Protocol):
         ...
 
     def first_kept(self, end: int) -> int:
-        """The first of the rounds up to ``end`` (exclusive) whose results can all be loaded; ``end``: none."""
+        """The first round from which on all results before ``end`` can be loaded; ``end``: none can."""
         ...
 
     def load(self, round_index: int, done: Loaded) -> None:
@@ -183,9 +186,15 @@ class Journal(Protocol):
 
 
 class MemoryJournal:
-    """A journal that lasts as long as this object: everything is kept at once and without bound."""
+    """A journal that lasts as long as this object; everything is kept at once.
 
-    def __init__(self) -> None:
+    Args:
+        keep: how many rounds; ``None``: all.
+    """
+
+    def __init__(self, keep: int | None = None) -> None:
+        self._keep = keep
+        self.trained = 0
         self.start: StartRecord | None = None
         self.rosters: list[RosterRecord] = []
         self.rounds: dict[int, Kept] = {}
@@ -206,7 +215,7 @@ class MemoryJournal:
             last=last.record if last else None,
             roster=self.rosters[-1] if self.rosters else RosterRecord(0, (), 0),
             samples=max(self.samples, self.start.samples, last.record.frontier if last else 0),
-            trained=sum(count for kept in self.rounds.values() for _, _, count in kept.record.trained),
+            trained=self.trained,
             digests=dict(self.digests),
             memory=dict(self.memory),
         )
@@ -215,10 +224,13 @@ class MemoryJournal:
         """See :class:`Journal`."""
         self.start, self.next, self.samples = start, start.round, start.samples
         self.rosters, self.rounds, self.digests, self.memory = [], {}, {}, {}
+        self.trained = 0
 
     def roster(self, record: RosterRecord) -> None:
         """See :class:`Journal`."""
         self.rosters.append(record)
+        if self._keep is not None:
+            del self.rosters[: -self._keep]
 
     def commit(
         self, record: RoundRecord, payload: Sequence[memoryview], memory: Mapping[str, F32] | None, done: Done
@@ -226,6 +238,10 @@ class MemoryJournal:
         """See :class:`Journal`."""
         self.rounds[record.round] = Kept(record, b"".join(payload))
         self.next = record.round + 1
+        self.trained += sum(count for _, _, count in record.trained)
+        if self._keep is not None:
+            self.rounds.pop(record.round - self._keep, None)
+            self.digests.pop(record.round - self._keep, None)
         if memory:
             self.memory = {key: np.array(array) for key, array in memory.items()}
         done(None)

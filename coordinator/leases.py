@@ -85,6 +85,20 @@ class LeaseBook:
         self._held[node] = (round_index, lease)
         return True
 
+    def skipped(self, frontier: int, hands: Iterable[Lease]) -> LeaseBook:
+        """The leases after rounds that this book knows nothing of.
+
+        All up to ``frontier`` counts as read, returned or not, so that nothing is read twice, but for what is
+        in nodes' ``hands`` still: that waits to be reclaimed.
+        """
+        book = LeaseBook(max(frontier, self.frontier), trained=self.trained)
+        end = self.frontier
+        for lease in sorted(hands):
+            if end <= lease.start and lease.count > 0 and lease.end <= book.frontier:
+                book._give_back(lease)
+                end = lease.end
+        return book
+
     def take(self, node: str, round_index: int, count: int) -> Lease:
         """Lease up to ``count`` consecutive samples to ``node`` for a round.
 

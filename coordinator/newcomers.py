@@ -1,8 +1,8 @@
 """Nodes that are no members yet: how each comes to hold the present state, while the run goes on.
 
-A node that joins, comes back after an absence, or has left the common state loads a snapshot, replays results,
-or both, whatever moves the fewest bytes (:mod:`coordinator.catchup`). Once it is near enough it takes its place
-between two rounds, and fetches the last results as any member does that is behind.
+A node that joins, comes back after an absence, or has left the common state loads a snapshot, replays
+results, or both, whatever moves the fewest bytes (:mod:`coordinator.catchup`). Once it is near enough it
+takes its place between two rounds, and fetches the last results as any member does that is behind.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class Newcomers:
         return any(node.waits for node in self._run.registry.joiners())
 
     def believe(self) -> bool:
-        """Nobody holds the shared state for certain: take those at their word who say that they hold one from
-        which all results are kept, as at the start of a run. Whether there is one; their reports will tell."""
+        """Nobody holds the shared state for certain: take those at their word, as at the start of a run, who
+        say that they hold one from which on all results are kept; their reports will tell. Whether there is
+        somebody."""
         run = self._run
         claims = [
             node.claim
@@ -204,7 +205,7 @@ class Newcomers:
         return problem
 
     def _hold(self, node: Node, held: int | None, before: int | None) -> None:
-        """A node holds the state of a round for certain; its next order comes later if that is no progress."""
+        """A node holds the state of a round for certain; if that is no progress, its next order waits."""
         node.held = held
         if held is not None and (before is None or held > before):
             self._idle.pop(node.node, None)

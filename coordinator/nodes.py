@@ -122,6 +122,7 @@ class Node:
     busy_seconds: float = 0.0
     agreement: float = math.nan
     missed: int = 0
+    late_round: int = -1  # last round to which it contributed too late
     silent_at: int = -1  # last round at whose deadline it had sent nothing
     silent_streak: int = 0  # how many such rounds since it was last in time
     abstained: int = 0

@@ -111,7 +111,7 @@ class Run:
         self.on_commit: Callable[[float, float], None] = lambda total, after_first: None
         self.now = timer.now
         self.timer = timer
-        self.journal = journal or MemoryJournal()
+        self.journal = journal or MemoryJournal(keep=1)
         self.newcomers = Newcomers(self)
         self.gathering = Gathering(self)
         self.ending = Ending(self)
@@ -192,7 +192,14 @@ class Run:
         log.warning("%s: %s", text, start.reason)
         self.tell(JournalTrouble(text))
         self.round = start.round
-        self.leases = LeaseBook(max(start.samples, self.leases.frontier), trained=self.leases.trained)
+        self.leases = self.leases.skipped(
+            start.samples,
+            [
+                Lease(*node.claim.work[1:])
+                for node in self.registry.in_session()
+                if node.node in start.holders and node.claim.work and node.claim.work[0] == start.round
+            ],
+        )
         self.history.begin(start.round, start.digest, self.history.agreed)
         self.journal.skipped(start.round, self.leases.frontier)
         for node in self.registry.in_session():
@@ -277,9 +284,6 @@ class Run:
         if self.active is not None:
             self.active.departed(node.node)
         self.snapshots.departed(node.node, reason)
-        for judgement in self.history.departed(node.node):
-            self._sentence(judgement)
-        self._agreed()
 
     def send(self, node: Node | None, message: CoordinatorMessage) -> None:
         """Give a node an order; one that does not read its orders is out."""

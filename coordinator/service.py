@@ -89,9 +89,9 @@ def run_coordinator(
 ) -> Outcome:
     """Coordinate a run until it has ended and every node has left; blocks.
 
-    SIGINT and ``stop_event`` end it early: nodes are told why, then the port closes. SIGTERM, where there is a
-    journal, only suspends it: nodes are told nothing and hold, and the next coordinator with the journal goes
-    on. With ``stay`` it goes on answering status requests after the end, until it is stopped.
+    SIGINT and ``stop_event`` end it early: nodes are told why, then the port closes. SIGTERM, where there is
+    a journal, only suspends it: nodes are told nothing and hold, and the next coordinator with the journal
+    goes on. With ``stay`` it goes on answering status requests after the end, until it is stopped.
 
     Args:
         run_file: the run.

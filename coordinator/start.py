@@ -16,8 +16,8 @@ class Claim:
     """The shared state before ``round`` that a node holds.
 
     ``samples`` is the first global sample index behind all that the run had leased, as far as the node knows.
-    ``work`` is what it has in hand: a round, and the first and the number of the samples that its contribution
-    to that is computed on.
+    ``work`` is what it has in hand: a round, and the first and the number of the samples on which its
+    contribution to that is computed.
     """
 
     node: str

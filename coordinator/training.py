@@ -74,7 +74,8 @@ class Training:
             if node.since is not None:
                 share = ramp(run.round - node.since, plan.momentum, plan.local_steps // plan.fragments)
             members.append(Member(node_id, node.weight, row[: table.nbytes], state, share=share))
-            frontier += plan.samples(run.round, node.batch)
+            if run.leases.held_by(node_id, run.round) is None:
+                frontier += plan.samples(run.round, node.batch)
         self._frontier = frontier
         wait = self.deadlines.opened(self._exceptional())
         self._newcomers = ()
@@ -187,7 +188,9 @@ class Training:
         run.round = active.round + 1
         shares = [share for share in result.agreement().values() if not math.isnan(share)]
         agreement = sum(shares) / len(shares) if shares else math.nan
-        run.history.committed(active.round, [node.node for node in run.registry.members()], agreement)
+        present = {node.node for node in run.registry.members()}
+        reporting = [node for node in active.members if node in present or node in result.voters]
+        run.history.committed(active.round, reporting, agreement)
         self.deadlines.committed(active.round, active.opened_at, active.whole_at, active.missing)
         first = active.opened_at if active.first_at is None else active.first_at
         run.on_commit(now - active.opened_at, now - first)

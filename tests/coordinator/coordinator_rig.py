@@ -26,8 +26,8 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 
-DEADLINE = 3.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
-STATE_BYTES = 1 << 20  # of the made-up shared state: no snapshot is due within a few hundred rounds
+DEADLINE = 30.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
+STATE_BYTES = 3_600_078  # of the made-up shared state: no snapshot is due within many rounds
 T = TypeVar("T")
 EventT = TypeVar("EventT", bound=Event)
 
@@ -420,8 +420,10 @@ class Site:
         )
 
     def restart(self) -> list[FakeNode]:
-        """The coordinator is gone in this moment, and another one goes on with its journal. Returns the nodes,
-        none of which is back yet."""
+        """The coordinator is gone in this moment, and another one goes on with its journal.
+
+        Returns the nodes, none of which is back yet.
+        """
         lost, self.nodes = self.nodes, []
         self.timer.clear()
         self.hub = self._begin()

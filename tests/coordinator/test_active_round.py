@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound
-from coordinator.reducing import Pool, Reducing
 from coordinator.contribution import Contribution
+from coordinator.journal import Done, JournalError
 from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member
 from coordinator.reducer import Slab
+from coordinator.reducing import Pool, Reducing
 from coordinator.refusal import Refused
 from coordinator.rounds import Policy, State, Verdict
 from optim.aggregate import ReducerMemory, casting_voter
@@ -53,6 +54,7 @@ class Case:
         round_index: int = 5,
         tally: Any = tally,
         memory: ReducerMemory | None = None,
+        keep: Callable[[ActiveRound, Done], None] = lambda active, done: done(None),
     ) -> None:
         self.table = table or voted_table(8)
         self.timer = VirtualTimer()
@@ -76,6 +78,7 @@ class Case:
             ),
             timer=self.timer,
             on_close=lambda active, verdict: self.closed.append(verdict),
+            keep=keep,
         )
         self.round.begin()
 
@@ -527,3 +530,77 @@ def test_an_error_of_a_void_attempt_does_not_end_the_round() -> None:
     pool.run()
     assert case.closed[0].voters == ("n0", "n1")
     assert case.result() == case.expected(0, 1)
+
+
+# ---------------------------------------------------------------------------------------- kept, then told
+
+
+def test_a_round_is_announced_when_it_is_kept() -> None:
+    kept: list[Done] = []
+    case = Case(2, keep=lambda active, done: kept.append(done))
+    case.deliver(0, 1)
+    result = case.round.result
+    assert case.round.closing and case.round.settled and result.payload
+    assert not result.committed and not case.closed
+    case.round.departed("n0")
+    case.timer.advance(1000.0)
+    assert len(kept) == 1 and not case.closed, "nothing of it changes any more"
+    kept[0](None)
+    assert result.committed and case.closed[0].voters == ("n0", "n1")
+
+
+def test_a_round_that_cannot_be_kept_is_not_announced() -> None:
+    kept: list[Done] = []
+    case = Case(2, keep=lambda active, done: kept.append(done))
+    case.deliver(0, 1)
+    kept[0](JournalError("the disk is full"))
+    assert [(verdict.action, verdict.reason) for verdict in case.closed] == [("fail", "the disk is full")]
+    assert case.round.settled and not case.round.result.committed
+
+
+def test_a_round_that_is_kept_after_it_was_stopped_is_not_announced() -> None:
+    kept: list[Done] = []
+    case = Case(2, keep=lambda active, done: kept.append(done))
+    case.deliver(0, 1)
+    case.round.stop(Refused("", "over", "UNAVAILABLE"))
+    kept[0](None)
+    assert not case.round.result.committed and not case.closed
+
+
+# ------------------------------------------------------------------------------------------- back again
+
+
+def test_a_member_that_is_back_is_waited_for_again() -> None:
+    case = Case(3)
+    case.upload(0, case.begin(0), 64)
+    case.round.departed("n0")
+    case.deliver(1)
+    assert case.round.returned("n0", 1) and not case.round.returned("n0", 1)
+    case.deliver(2)
+    assert not case.closed
+    case.deliver(0)
+    assert case.closed[0].voters == ("n0", "n1", "n2") and case.result() == case.expected(0, 1, 2)
+
+
+def test_a_member_whose_contribution_is_here_is_not_asked_for_another() -> None:
+    case = Case(2)
+    case.deliver(0)
+    case.round.departed("n0")
+    assert case.round.returned("n0", 1)
+    with pytest.raises(Refused, match="already delivered"):
+        case.begin(0)
+    case.deliver(1)
+    assert case.closed[0].voters == ("n0", "n1")
+
+
+def test_who_has_no_seat_gets_none() -> None:
+    kept: list[Done] = []
+    case = Case(3, keep=lambda active, done: kept.append(done))
+    assert not case.round.returned("stranger", 1) and not case.round.returned("n0", 1)
+    for node in ("n0", "n1"):
+        case.round.departed(node)
+    assert not case.round.returned("n0", 2), "of another weight"
+    case.deliver(2)
+    assert case.round.closing and not case.round.returned("n1", 1), "too late"
+    kept[0](None)
+    assert case.closed[0].voters == ("n2",)

@@ -151,17 +151,26 @@ def test_states_and_results_that_are_wrong() -> None:
 
 
 def test_rounds_that_the_journal_has_lost() -> None:
-    """Rounds 3 and 4 and the samples 32 to 70 are not in it; nobody may train those once more."""
-    rounds = [*records(2), round_record(4, payload(4), trained=(("a", 70, 8), ("b", 78, 8)), frontier=86)]
-    found = checked(rounds, skips=[Skip(2, 4, 70)])
+    """Rounds 3 and 4 and what became of the samples 32 to 69 are not in it."""
+    skips = [Skip(2, 4, 70)]
+    later = round_record(4, payload(4), trained=(("a", 70, 8), ("b", 78, 8)), frontier=86)
+    found = checked([*records(2), later], skips=skips)
     assert found.holds, told(found)
     assert (found.rounds, found.following, found.trained, found.unknown) == (3, 5, 48, 38)
-    found = checked(rounds[:2], skips=[Skip(2, 4, 70)])
+    found = checked(records(2), skips=skips)
     assert found.holds and (found.following, found.frontier, found.unknown) == (4, 70, 38)
-    rounds[2] = replace(rounds[2], trained=(("a", 69, 8), ("b", 78, 8)))
-    assert "twice: round 5: a trained samples 69 to 76, which rounds that this journal has lost" in told(
-        checked(rounds, skips=[Skip(2, 4, 70)])
-    )
+    # What a node had in hand of the lost rounds it trains now; what was leased before them nobody may.
+    in_hand = replace(later, trained=(("a", 54, 8), ("b", 70, 8)), frontier=78, returned=((62, 8),))
+    found = checked([*records(2), in_hand], skips=skips)
+    assert found.holds, told(found)
+    assert (found.trained, found.returned, found.unknown) == (48, 8, 22)
+    again = replace(later, trained=(("a", 31, 8), ("b", 70, 16)))
+    text = told(checked([*records(2), again], skips=skips))
+    assert "twice: round 5: a trained samples 31 to 38, which rounds that this journal has lost" in text
+    assert "twice: sample 31 trained by b in round 2 and by a in round 5" in text
+    back = replace(later, trained=(("a", 60, 5), ("b", 65, 4)), frontier=69)
+    text = told(checked([*records(2), back], skips=skips))
+    assert "order: round 5 ends with the frontier at sample 69, before it was at 70" in text
 
 
 def test_many_violations_of_a_kind_are_counted() -> None:

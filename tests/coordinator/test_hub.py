@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -256,6 +255,36 @@ async def test_a_silent_member_lags_catches_up_and_is_back() -> None:
     await site.opened()
     site.idle(5.0)
     assert site.run.round == 4  # and waited for again
+
+
+async def test_what_comes_late_tells_how_long_to_wait() -> None:
+    """Its end counts, whether it began before the round closed or after, but it counts once."""
+    site = Site(nodes=2, rounds=20, policy=Policy(4.0, 60.0, 0.5))
+    await site.play()  # the first one is no ordinary round
+    orders = await site.opened()
+    fast, slow = site.nodes
+    frames = contribution_frames(orders[1], site.table, random_payload(0, site.table), chunk=64)
+    under_way = slow.feed(*frames[:2])
+    fast.send(orders[0], random_payload(0, site.table))
+    site.idle(5.0)
+    arrivals = site.run.training.deadlines._rounds
+    assert site.run.round == 2 and arrivals[-1].missing == 1
+    for frame in frames[2:]:
+        under_way.feed(frame)
+    assert (arrivals[-1].behind, arrivals[-1].missing) == ((0.0, 5.0), 0)
+    await slow.receive(under_way)
+    await slow.receive(slow.send(orders[1], random_payload(0, site.table)))
+    assert (arrivals[-1].behind, arrivals[-1].missing) == ((0.0, 5.0), 0)
+
+
+async def test_who_asks_for_a_result_is_not_late() -> None:
+    site = Site(nodes=2, rounds=20, policy=Policy(4.0, 60.0, 0.5))
+    await site.play()
+    orders = await site.opened()
+    site.nodes[0].send(orders[0], random_payload(0, site.table))
+    site.idle(5.0)
+    await site.nodes[1].receive(site.nodes[1].abstain(orders[1]))
+    assert site.run.training.deadlines._rounds[-1].missing == 1
 
 
 async def test_after_one_stumble_a_member_is_waited_for_again() -> None:
@@ -617,14 +646,15 @@ async def test_when_all_are_cut_off_the_run_waits_for_one_to_come_back() -> None
 
 async def test_when_all_are_cut_off_a_stranger_may_replay_what_is_kept() -> None:
     site = Site(nodes=2, rounds=9)
-    await site.play()
+    for _ in range(3):
+        await site.play()
     for node in site.nodes:
         node.die()
     stranger = FakeNode(site.hub)
     order, _ = await stranger.replay()
-    assert (order.first, order.count) == (0, 1) and "1 catching up" in site.run.reason
-    stranger.ready(1, "state-1")
-    assert (await stranger.opened(1)).members == [stranger.id]
+    assert (order.first, order.count) == (0, 3) and "1 catching up" in site.run.reason
+    stranger.ready(3, "state-3")
+    assert (await stranger.opened(3)).members == [stranger.id]
 
 
 async def test_when_all_are_cut_off_the_first_one_back_goes_on_with_its_samples() -> None:

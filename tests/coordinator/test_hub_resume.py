@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from coordinator.refusal import Refused
 from protos import atoll_pb2 as pb
 from tests.coordinator.coordinator_rig import FakeNode, Site, join_request, random_payload, soon
-from tests.coordinator.state_rig import donate, load
+from tests.coordinator.state_rig import SharedState, donate, load
 
-OLD = {"round": 5, "state_digest": "state-5", "samples": 60}
+STATE = SharedState.of(5)
+OLD = {"round": 5, "state_digest": STATE.digest, "samples": 60}
 OLDER = {"round": 3, "state_digest": "state-3", "samples": 36}
 
 
 async def load_all(site: Site, donor: FakeNode, *joiners: FakeNode) -> None:
     """Everybody gets the state of round 5 from the donor."""
-    loads = [load(site, joiner) for joiner in joiners]
-    await asyncio.gather(donate(site, donor, "state-5"), *loads)
+    await donate(site, donor, STATE)
     for joiner in joiners:
-        joiner.ready(5, "state-5")
+        order, data = await load(site, joiner)
+        assert order.round == 5 and data == STATE.data
+        assert site.run.phase == "syncing", "the first round waits for them"
+        joiner.ready(5, STATE.digest)
 
 
 async def test_all_nodes_resume() -> None:
@@ -64,7 +65,8 @@ async def test_one_node_resumes_and_the_others_load(first: bool) -> None:
 async def test_another_state_of_the_same_round_is_refused_with_both_digests() -> None:
     site = Site(nodes=3, present=0, rounds=7)
     first = site.add(**OLD)
-    with pytest.raises(Refused, match=r"state after 5 rounds is mine .* state-5 on node-0.*without --resume"):
+    reason = rf"after 5 rounds is mine .* {STATE.digest} on node-0.*without --resume"
+    with pytest.raises(Refused, match=reason):
         site.hub.join(join_request(site.table, **{**OLD, "state_digest": "mine"}), "")
     first.leave()  # and with it what it has said
     site.add(**{**OLD, "state_digest": "mine"})
@@ -104,7 +106,8 @@ async def test_a_finished_run_is_evaluated_and_over() -> None:
     nodes = [site.add(**OLD), site.add()]
     assert site.run.phase == "done"
     stops = [await node.stopped() for node in nodes]
-    assert [(stop.done, stop.evaluate) for stop in stops] == [(True, True), (True, False)]
+    assert [(stop.done, stop.evaluate) for stop in stops] == [(True, True), (False, False)]
+    assert "this node cannot be given the final state any more" in stops[1].reason
 
 
 async def test_when_all_leave_before_a_commit_anybody_may_begin_again() -> None:
@@ -123,22 +126,29 @@ async def test_when_the_only_holder_leaves_while_the_others_load() -> None:
     holder, other = site.add(**OLD), site.add()
     assert site.run.phase == "syncing"
     holder.leave()
-    message = await other.order()
-    assert message is not None
-    if message.WhichOneof("kind") == "load_state":
-        message = await other.order()
-    assert message is not None and "no donor is left" in message.stop.reason
-    other.leave()
-    assert site.run.phase == "gathering" and not site.run.begun
+    assert (site.run.phase, site.run.begun, site.run.reason) == ("gathering", False, "1 of 2 nodes")
+    again = site.add(**OLD)
+    site.idle(6.0)  # after the snapshot that has failed
+    await load_all(site, again, other)
+    assert [order.round for order in await site.opened([again, other])] == [5, 5]
 
 
 async def test_those_who_load_learn_how_far_the_run_has_read() -> None:
     site = Site(nodes=2, present=0, rounds=9)
     holder, other = site.add(**OLD), site.add()
+    await donate(site, holder, STATE)
     message = await other.order()
     assert message is not None and message.WhichOneof("kind") == "load_state"
-    assert message.load_state == pb.LoadState(transfer="round-5-1", round=5, frontier=60)
+    assert message.load_state == pb.LoadState(snapshot="round-5-0", round=5, frontier=60)
     assert holder.node.in_session
+
+
+async def test_those_who_load_at_the_start_vote_in_full() -> None:
+    site = Site(nodes=2, present=0, rounds=9, momentum=0.9)
+    holder, other = site.add(**OLD), site.add()
+    await load_all(site, holder, other)
+    await site.opened()
+    assert holder.node.since is None and other.node.since is None
 
 
 async def test_the_frontier_counts_who_may_still_take_a_lease() -> None:

@@ -16,6 +16,7 @@ from protos.address import Address
 from tests.coordinator.coordinator_rig import (
     FakeNode,
     InlinePool,
+    Site,
     VirtualTimer,
     make_plan,
     random_payload,
@@ -101,5 +102,22 @@ async def test_a_busy_port_is_named() -> None:
     try:
         with pytest.raises(MetricsError, match=f"{server.address}: the port is in use; choose another"):
             MetricsServer(Metrics(hub), server.address)
+    finally:
+        server.close()
+
+
+async def test_a_restarted_and_a_suspended_coordinator_in_figures() -> None:
+    site = Site(nodes=2, rounds=9)
+    await site.play()
+    site.restart()
+    server = MetricsServer(Metrics(site.hub), LOOPBACK)
+    try:
+        found = scrape(server.address)
+        assert found["atoll_phase", (("phase", "gathering"),)] == 1
+        assert (
+            found["atoll_rounds_committed_total", ()] == 1 and found["atoll_samples_trained_total", ()] == 8
+        )
+        site.hub.suspend("SIGTERM")
+        assert scrape(server.address)["atoll_phase", (("phase", "suspended"),)] == 1
     finally:
         server.close()

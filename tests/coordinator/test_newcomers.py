@@ -1,4 +1,4 @@
-"""Nodes that join a run, come back to it, or have left its common state: how they get there while it goes on."""
+"""Nodes that join a run, come back to it, or have left its common state, and how they get there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from coordinator.events import CatchUpPlanned, NodeDeviated, SnapshotBegun, SnapshotFailed
+from coordinator.events import CatchUpPlanned, DigestAgreed, NodeDeviated, SnapshotBegun, SnapshotFailed
 from coordinator.newcomers import MAX_FAILURES, MAX_IDLE, MAX_REPLAY
 from coordinator.refusal import Refused
 from protos import atoll_pb2 as pb
@@ -64,12 +64,11 @@ async def test_the_vote_of_a_newcomer_weighs_little_at_first() -> None:
     old = list(site.nodes)
     await site.play(old)
     joiner = site.add()
-    await joiner.replay()
-    joiner.ready(1, "state-1")
-    await site.play(old)
-    await joiner.fetch(await joiner.opened(1))
+    await site.play(old)  # one round behind: it takes its place at once
+    for index in range(2):
+        await joiner.fetch(await joiner.opened(index))
     weights = []
-    for index in range(2, 14):
+    for index in range(2, 11):
         orders = [await node.opened(index) for node in (*old, joiner)]
         exchanges = [
             n.send(o, random_payload(1, site.table)) for n, o in zip((*old, joiner), orders, strict=True)
@@ -77,9 +76,9 @@ async def test_the_vote_of_a_newcomer_weighs_little_at_first() -> None:
         told = (await joiner.receive(exchanges[-1])).commit
         assert told is not None
         weights.append(tuple(told.weights))
-    assert weights[0] == (10, 10, 2), "two rounds old, of a memory of ten"
-    assert weights[1] == (10, 10, 3)
-    assert weights[8:] == [(1, 1, 1)] * 4
+    # 3, 4, ... gradients old, of a memory of ten
+    assert weights[:5] == [(10, 10, 3), (5, 5, 2), (2, 2, 1), (5, 5, 3), (10, 10, 7)]
+    assert weights[5:] == [(5, 5, 4), (10, 10, 9), (1, 1, 1), (1, 1, 1)]
 
 
 async def test_a_long_absence_is_replayed_in_several_orders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +149,10 @@ async def test_young_momentum_stays_young_when_its_node_comes_back() -> None:
     old = list(site.nodes)
     await site.play(old)
     joiner = site.add()
-    await joiner.replay()
-    joiner.ready(1, "state-1")
     await site.play(old)
-    assert joiner.node.since == 1
+    assert joiner.node.since == 0
     joiner.die()
-    assert joiner.again(round=1, state_digest="state-1").node.since == 1
+    assert joiner.again(round=1, state_digest="state-1").node.since == 0
 
 
 async def test_who_claims_another_state_is_not_believed() -> None:
@@ -169,18 +166,18 @@ async def test_a_ready_with_less_than_was_ordered_is_no_offence() -> None:
     """The results could not be had: the node says what it holds, and is told again a moment later."""
     site = Site(nodes=2, rounds=9)
     old = list(site.nodes)
-    for _ in range(4):
+    for _ in range(6):
         await site.play(old)
     joiner = site.add()
     await joiner.replay()
     joiner.ready(2, "state-2")
     order, _ = await joiner.replay()
-    assert (order.first, order.count) == (2, 2), "it goes on from there at once"
+    assert (order.first, order.count) == (2, 4), "it goes on from there at once"
     joiner.ready(2, "state-2")
     assert joiner.idle(), "that was no progress: not at once"
     site.idle(1.0)
     order, _ = await joiner.replay()
-    assert (order.first, order.count) == (2, 2)
+    assert (order.first, order.count) == (2, 4)
     assert not site.run.counters
 
 
@@ -379,6 +376,28 @@ async def test_between_two_the_lowest_slot_is_right() -> None:
     assert site.nodes[1].node.state == "joining" and site.nodes[0].node.state == "active"
 
 
+async def test_a_deviant_that_is_left_alone_does_not_decide_what_is_right() -> None:
+    site = Site(nodes=3, rounds=50)
+    orders = await site.opened()
+    for node, order in zip(site.nodes, orders, strict=True):
+        node.send(order, random_payload(0, site.table))
+    site.nodes[0].report(0, "bad")
+    for node in site.nodes[1:]:
+        node.die()  # unheard
+    assert not site.run.history.digest_after(0) and not site.told(DigestAgreed)
+
+
+async def test_nor_does_one_whose_fellow_voters_are_gone_before_the_commit() -> None:
+    site = Site(nodes=3, rounds=50)
+    orders = await site.opened()
+    for node, order in zip(site.nodes[1:], orders[1:], strict=True):
+        node.send(order, random_payload(0, site.table))
+        node.die()
+    site.nodes[0].send(orders[0], random_payload(0, site.table))
+    site.nodes[0].report(0, "bad")
+    assert site.run.round == 1 and not site.run.history.digest_after(0)
+
+
 async def test_a_deviant_whose_reports_come_late_is_told_once() -> None:
     """It has told of two rounds before its order to load reaches it."""
     site = Site(nodes=3, rounds=50)
@@ -441,12 +460,17 @@ async def test_who_waits_for_a_snapshot_at_the_end_is_sent_away() -> None:
     await commit(site, old, "1")
     forget(site, 1)
     joiner = site.add(state_digest="other init")
-    await commit(site, old, "2")
-    orders = [await opened_behind_a_donation(site, node, STATE) for node in old]
+    await commit(site, old, STATE.digest)
+    await donate(site, old[0], STATE)  # and the other one is not that far yet
+    orders = [await old[0].opened(2)]
+    message = await old[1].order()
+    assert message is not None and message.WhichOneof("kind") == "donate"
+    orders.append(await old[1].opened(2))
     for node, order in zip(old, orders, strict=True):
         node.send(order, random_payload(2, site.table))
     assert site.run.phase == "done"
-    assert (await joiner.stopped()).reason == "all 3 rounds are committed"
+    stop = await joiner.stopped()
+    assert stop.reason.startswith("all 3 rounds are committed") and not stop.done
 
 
 # -------------------------------------------------------------------------------------- nobody for certain

@@ -21,7 +21,8 @@ from coordinator.service import Outcome, Started, run_coordinator
 from protos.address import Address
 from protos.runfile import RunFile
 from tests.coordinator.coordinator_rig import DEADLINE, random_payload, schedule, voted_table
-from tests.coordinator.test_server import TOKEN, Client, ordered
+from tests.coordinator.state_rig import SharedState
+from tests.coordinator.test_server import TOKEN, Client
 
 LOOPBACK = Address("127.0.0.1", 0)
 TABLE = voted_table()
@@ -47,6 +48,7 @@ class Running:
         # What a Client needs of its site.
         self.server = self.started
         self.table = TABLE
+        self.state = SharedState.of()
 
     def _run(self, started: queue.Queue[Started], options: dict[str, Any]) -> None:
         self.outcome = run_coordinator(
@@ -74,7 +76,7 @@ async def take_part(client: Client, running: Running) -> None:
     await client.join(run_digest=digest)
     for _ in range(running.run_file.run.rounds):
         await client.contribute(await client.opened(), random_payload(0, TABLE))
-    await ordered(client, "stop")
+    await client.ordered("stop")
     await client.leave()
 
 
@@ -112,7 +114,7 @@ async def test_stopping_tells_the_nodes() -> None:
     running = Running(run_file=run_file(nodes=2))
     client = await Client(running).join(run_digest=running.run_file.digest)
     running.stop.set()
-    stop = await ordered(client, "stop")
+    stop = await client.ordered("stop")
     assert stop.reason == "the coordinator was stopped (it was asked to stop)" and not stop.done
     await client.leave()
     assert (await asyncio.to_thread(running.join)).phase == "failed"

@@ -132,7 +132,7 @@ class Log:
         return [event for event in self.events[name] if isinstance(event, kind)]
 
     def applied(self, name: str) -> list[int]:
-        """The rounds over which a node has stepped, one by one or in replays, in the order in which it did."""
+        """The rounds over which a node has stepped, one by one or in replays, in its own order."""
         rounds: list[int] = []
         for event in self.events[name]:
             if isinstance(event, RoundDone):

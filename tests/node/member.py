@@ -37,7 +37,6 @@ class Remembering(HubExchange):
         super().__init__(invite, limits=LIMITS, timing=TIMING)
         self._optimizer = optimizer
         self.errors: dict[str, torch.Tensor] = {}
-        self.replayed: list[int] = []
 
     def reduce(
         self,
@@ -46,9 +45,7 @@ class Remembering(HubExchange):
         abstain_reason: str = "",
         filling: Filling | None = None,
     ) -> RoundResult:
-        if payload is None:
-            self.replayed.append(order.round)
-        elif not self.errors:
+        if payload is not None and not self.errors:
             self.errors = errors_of(self._optimizer.local_tensors())
         return super().reduce(order, payload, abstain_reason, filling)
 

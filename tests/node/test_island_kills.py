@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from coordinator.run import Run
+from coordinator.training import Training
 from node.checkpoint import Meta, newest
 from node.model import model_on_meta
 from optim.methods import build_method
@@ -35,25 +36,25 @@ class Pace:
         self._going = False
         self._held: tuple[asyncio.AbstractEventLoop, Run] | None = None
         self._lock = threading.Lock()
-        go_on = Run._open_round
+        go_on = Training.open
 
-        def open_round(run: Run) -> None:
+        def open_round(training: Training) -> None:
+            run = training._run
             with self._lock:
                 self.round = run.round
-                if not self._going:
-                    run.phase = "training"  # those who come are let in by the next round
+                if not self._going:  # those who come meanwhile are let in by the next round
                     self._held = asyncio.get_running_loop(), run
                     return
-            go_on(run)
+            go_on(training)
 
-        patch.setattr(Run, "_open_round", open_round)
+        patch.setattr(Training, "open", open_round)
 
     def go(self) -> None:
         with self._lock:
             self._going, held, self._held = True, self._held, None
         if held is not None:
             loop, run = held
-            loop.call_soon_threadsafe(run._between_rounds)
+            loop.call_soon_threadsafe(run.between_rounds)
 
     def hold(self) -> None:
         self._going = False

@@ -325,6 +325,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("method", {"schedule": "linear"}),
     ("method", {"final": 0.06}),
     ("round", {"deadline": 61}),
+    ("round", {"adaptive": False}),
     ("round", {"start_timeout": 601}),
     ("round", {"quorum": 0.7}),
 ]
