@@ -137,7 +137,15 @@ def _node(
     try:
         told = exchange.describe()
         claim = Claim(
-            f"node {index}", told.run_digest, told.table_digest, "0" * 64, "float32", "0" * 32, 0, 1
+            f"node {index}",
+            told.run_digest,
+            told.table_digest,
+            "0" * 64,
+            "float32",
+            "0" * 32,
+            0,
+            1,
+            state_bytes=1,
         )
         exchange.join(claim, _tables())
         for repetition in range(WARM_ROUNDS + repeats):

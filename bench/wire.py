@@ -139,7 +139,17 @@ def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier
     exchange = HubExchange(Invite.parse(invite))
     try:
         told = exchange.describe()
-        claim = Claim(f"node {index}", told.run_digest, tables.digest, "0" * 64, "float32", "0" * 32, 0, 1)
+        claim = Claim(
+            f"node {index}",
+            told.run_digest,
+            tables.digest,
+            "0" * 64,
+            "float32",
+            "0" * 32,
+            0,
+            1,
+            state_bytes=1,
+        )
         exchange.join(claim, tables)
         for number in range(WARM_ROUNDS + rounds):
             order = exchange.next_order()

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -379,7 +379,8 @@ class Demo:
         return demo_results.with_ring_bytes(course, self.options.nodes)
 
     def _show_baseline(self, event: dict[str, Any]) -> None:
-        values = {key: value for key, value in event.items() if key != "event"}
+        names = {field.name for field in fields(RoundDone)}
+        values = {key: value for key, value in event.items() if key in names}
         values["loss"] = float("nan") if values["loss"] is None else values["loss"]
         line = f"{BASELINE_METHOD}: {round_line(RoundDone(**values))}"
         last = event["round"] + 1 == event["rounds"]

@@ -19,7 +19,7 @@ CONTROL_SERVICE: Final = "atoll.v1.Coordinator"  # GetRun, Join, Session, GetSta
 BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutChunks, GetChunks, GetResults: raw bytes
 TOKEN_KEY: Final = "atoll-token"
 SESSION_KEY: Final = "atoll-session"
-SESSION_UNKNOWN: Final = "join again: "  # the details of UNAUTHENTICATED begin like this if that is the remedy
+SESSION_UNKNOWN: Final = "join again: "  # begins the details of UNAUTHENTICATED where that helps
 
 CHUNK_BYTES: Final = 1 << 20  # body of a CHUNK frame; a multiple of 64
 MAX_HEADER_BYTES: Final = 1 << 20  # body of any other frame

@@ -30,7 +30,8 @@ def small_run(method: str, *, nodes: int, rounds: int, **settings: Any) -> RunFi
             "run": {"rounds": rounds, "nodes": nodes, "evaluate_every": 2, "validation_windows": 70},
             "model": {"d_model": 16, "layers": 2, "heads": 2, "context": 8},
             "data": {"batch": 8},
-            "round": {"deadline": 200.0, "start_timeout": 200.0, "adaptive": False},  # nobody is late on a busy machine
+            # Nobody is late on a busy machine.
+            "round": {"deadline": 200.0, "start_timeout": 200.0, "adaptive": False},
             "method": {"name": method, "warmup": 1, **settings},
         }
     )

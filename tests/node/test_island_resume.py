@@ -40,7 +40,7 @@ def coordinator_of(fleet: Fleet, run: RunFile, nodes: int) -> Coordinator:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     """The coordinator stops once all nodes have applied so many rounds."""
-    go_on, reported = Run._between_rounds, Run.reported
+    go_on, reported = Run.between_rounds, Run.reported
 
     def between(run: Run) -> None:
         if run.round != rounds:
@@ -51,7 +51,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
         if all(each.report.round == run.round - 1 == rounds - 1 for each in run.registry.nodes.values()):
             run.stop("it was stopped halfway")
 
-    monkeypatch.setattr(Run, "_between_rounds", between)
+    monkeypatch.setattr(Run, "between_rounds", between)
     monkeypatch.setattr(Run, "reported", heard)
 
 

@@ -52,10 +52,10 @@ def test_a_late_node_loads_the_state_and_takes_part(bed):
     bed.until(
         lambda: len(bed.rounds("late")) >= 20, "twenty rounds of the late node", watch=bed.nodes["late"]
     )
-    loaded = [event for event in bed.events("late") if event["event"] == "StateLoaded"]
-    assert len(loaded) == 1
+    came = [event for event in bed.events("late") if event["event"] in ("StateLoaded", "Replayed")]
+    assert came, "it was not there from the start: a snapshot, results, or both"
     own = bed.rounds("late")
-    assert min(own) == loaded[0]["round"] > 0
+    assert min(own) > 0
     counted = [event for event in own.values() if event["counted"]]
     assert counted and all(len(event["voters"]) == 3 for event in counted)
     bed.until(lambda: max(own) in bed.rounds("a"), "the same round of an old node")
