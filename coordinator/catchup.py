@@ -42,6 +42,7 @@ def plan(
     result_bytes: Callable[[int, int], int],
     snapshots: Sequence[int],
     state_bytes: int,
+    training: bool = True,
 ) -> CatchUp:
     """Choose the way to the state of round ``committed`` on which the fewest bytes travel.
 
@@ -55,6 +56,8 @@ def plan(
         result_bytes: bytes of the results of the rounds from its first argument on, before its second.
         snapshots: rounds of the states that are kept.
         state_bytes: of a state.
+        training: nodes can still be asked for a new snapshot. After the end it is chosen for want of any other
+            way, and cannot be gone.
     """
     ways: list[tuple[int, CatchUp]] = []
     if held is not None and first_kept <= held <= committed:
@@ -70,8 +73,9 @@ def plan(
             f"{format_bytes(nbytes)}"
         )
         ways.append((nbytes, CatchUp("load", best, nbytes, text)))
-    text = f"a snapshot of {format_bytes(state_bytes)} is made for it"
-    ways.append((2 * state_bytes, CatchUp("snapshot", None, state_bytes, text)))
+    if training or not ways:
+        text = f"a snapshot of {format_bytes(state_bytes)} is made for it"
+        ways.append((2 * state_bytes, CatchUp("snapshot", None, state_bytes, text)))
     _, way = min(ways, key=lambda entry: entry[0])  # the first of equal ones
     return CatchUp(
         way.action, way.snapshot, way.nbytes, f"{_where(held, committed, first_kept)}: {way.reason}"

@@ -139,6 +139,7 @@ class Newcomers:
             result_bytes=run.result_bytes,
             snapshots=[snapshot.round for snapshot in run.snapshots.kept],
             state_bytes=run.state_bytes,
+            training=run.phase != "done",
         )
         if chosen.action == "snapshot" and run.phase == "done":
             run.dismiss(node, f"{run.reason}; this node cannot be given the final state any more")

@@ -112,7 +112,8 @@ class Training:
             return f"{', '.join(self._newcomers)} take part for the first time"
         if run.round and run.plan.samples(run.round) != run.plan.samples(run.round - 1):
             return f"round {run.round + 1} has other steps than the one before"
-        if run.leases.returned:
+        usual = run.plan.samples(run.round)
+        if any(lease.count % usual for lease in run.leases.returned):
             return "returned samples make leases of unlike length"
         return ""
 

@@ -39,6 +39,23 @@ def test_away_for_1000_rounds_of_sign_muon() -> None:
     assert (way.action, way.snapshot, way.nbytes) == ("snapshot", None, STATE)
 
 
+def test_after_the_end_nobody_is_asked_for_a_new_snapshot() -> None:
+    def ended(first_kept: int, snapshots: tuple[int, ...] = ()) -> CatchUp:
+        return plan(
+            1000,
+            2000,
+            first_kept=first_kept,
+            result_bytes=SIGN_MUON,
+            snapshots=snapshots,
+            state_bytes=STATE,
+            training=False,
+        )
+
+    assert ended(0).action == "replay", "dear, and the only way"
+    assert ended(1001, snapshots=(1100,)).action == "load"
+    assert ended(1001).action == "snapshot", "there is no way"
+
+
 def test_what_is_not_kept_cannot_be_replayed() -> None:
     assert away(20, first_kept=1981).action == "snapshot"
     assert "results are kept since round 1982" in away(20, first_kept=1981).reason

@@ -34,7 +34,7 @@ TIMING = Timing(backoff=Backoff(first=0.01, cap=0.1))
 class Coordinator:
     """The real service in a thread."""
 
-    def __init__(self, run: RunFile, tables: TableSchedule, nodes: int | None = None) -> None:
+    def __init__(self, run: RunFile, tables: TableSchedule, nodes: int | None = None, **more: Any) -> None:
         self._started: Future[Started] = Future()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1)
@@ -47,6 +47,7 @@ class Coordinator:
             on_started=self._started.set_result,
             stop_event=self._stop,
             nodes=nodes,
+            **more,
         )
         self.outcome.add_done_callback(self._failed)
         self.invite = Invite(TOKEN, "127.0.0.1", self._started.result(DEADLINE).address.port)
@@ -68,8 +69,11 @@ class Fleet:
         self._coordinators: list[Coordinator] = []
         self.pool = ThreadPoolExecutor(8)
 
-    def coordinator(self, run: RunFile, tables: TableSchedule, nodes: int | None = None) -> Coordinator:
-        self._coordinators.append(Coordinator(run, tables, nodes))
+    def coordinator(
+        self, run: RunFile, tables: TableSchedule, nodes: int | None = None, **more: Any
+    ) -> Coordinator:
+        """``more`` is for :func:`coordinator.service.run_coordinator`."""
+        self._coordinators.append(Coordinator(run, tables, nodes, **more))
         return self._coordinators[-1]
 
     def close(self) -> None:
