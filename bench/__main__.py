@@ -47,9 +47,17 @@ BENCHES: dict[str, tuple[str, str]] = {
         "bench.soak",
         "a long run in which three of ten contributions fail: memory and open files of its processes",
     ),
+    "joiners": (
+        "bench.joiners",
+        "rounds of three nodes before and while eight others join, and the memory of joining",
+    ),
     "matrix": (
         "bench.matrix",
         "nodes, donors, joiners and coordinator killed, frozen or cut off in every phase: nothing is lost",
+    ),
+    "restarts": (
+        "bench.restarts",
+        "a run whose coordinator is killed 50 times against the same run without: equal states after each round",
     ),
 }
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from bench.faults import stopped
 from deploy.processes import Child, Children
 from protos.runfile import RunFile
 
@@ -94,7 +95,8 @@ class Bed:
         return self.children.start(name, command, log=log, environment=self._environment, **more)
 
     def lead(self, *options: str, **more: Any) -> Child:
-        """Start the coordinator, for the first time or again, and wait until it listens."""
+        """Start the coordinator, for the first time or again; wait until it listens, or has stopped itself
+        before."""
         if not self._port:
             self._port = free_port(self._host) if self._host == "127.0.0.1" else FIRST_PORT
         where = self.folder / "invite"
@@ -102,10 +104,10 @@ class Bed:
         arguments = ["--listen", f"{self._host}:{self._port}", "--journal", str(self.journal)]
         arguments += ["--token", TOKEN, "--invite-file", str(where), *options]
         run_file = str(self.folder / "run.toml")
-        self.coordinator = self.start("coordinator", "coordinator", run_file, *arguments, **more)
-        self.until(lambda: where.exists(), "the coordinator's invite")
-        self.invite = where.read_text().strip()
-        return self.coordinator
+        child = self.coordinator = self.start("coordinator", "coordinator", run_file, *arguments, **more)
+        self.until(lambda: where.exists() or stopped(child.pid), "the coordinator's invite")
+        self.invite = self.invite or where.read_text().strip()
+        return child
 
     def join(self, name: str, *options: str, **more: Any) -> Child:
         """Start a node, for the first time or again."""

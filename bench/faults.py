@@ -1,7 +1,7 @@
 """Where in its work a process is hit: it stops itself there, and whoever started it does the rest.
 
-A process that has stopped (SIGSTOP) can be killed, left for a while, or cut off from the network before it goes
-on, all of it at a point that no clock decides.
+A process that has stopped (SIGSTOP) can be killed, left for a while, or cut off from the network before it
+goes on, all of it at a point that no clock decides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ class Point:
 
 POINTS: Final[dict[str, Point]] = {
     # of a node
+    "joining": Point("node.launch", "_claim", after=True),  # model and data are there
     "computing": Point("node.language", "LanguageModel.loss", after=True),
     "sending": Point("node.exchange.contributor", "Contributor._mark_sent"),  # its last frame is missing
     "waiting": Point("node.exchange.bulk", "_upload", after=True),
@@ -41,7 +43,7 @@ POINTS: Final[dict[str, Point]] = {
     "loading": Point("node.exchange.chunks_down", "SnapshotAssembly.add"),
     "replaying": Point("node.exchange.replay", "Replay._fetch"),
     # of the coordinator
-    "gathering": Point("coordinator.gathering", "Gathering.changed", after=True),
+    "gathering": Point("coordinator.gathering", "Gathering._returning", after=True),
     "open": Point("coordinator.active_round", "ActiveRound.begin", after=True),
     "delivered": Point("coordinator.active_round", "ActiveRound.delivered", after=True),
     "journaling": Point("coordinator.journal_file", "FileJournal._commit"),  # settled, and not yet on disk
@@ -58,6 +60,8 @@ class Fault:
         heartbeat: seconds between two heartbeats of a coordinator, instead of its own; 0 leaves them.
         failing: share of the contributions of a node that fail.
         seed: of that.
+        compute: seconds that a forward pass takes longer, as if a device were at work that is not this
+            machine's processor.
     """
 
     point: str = ""
@@ -65,6 +69,7 @@ class Fault:
     heartbeat: float = 0.0
     failing: float = 0.0
     seed: int = 0
+    compute: float = 0.0
 
 
 NONE: Final = Fault()
@@ -79,6 +84,8 @@ def arm(fault: Fault) -> None:
         _beat(fault.heartbeat)
     if fault.failing:
         _fail(fault.failing, random.Random(fault.seed))
+    if fault.compute:
+        _wrap(Point("node.language", "LanguageModel.loss"), _lasting(fault.compute))
 
 
 def stopped(pid: int) -> bool:
@@ -101,7 +108,7 @@ def _wrap(point: Point, wrapper: Callable[[Callable[..., Any]], Callable[..., An
             setattr(kind, name, wrapper(getattr(kind, name)))
 
 
-def _heirs(kind: type) -> list[type]:
+def _heirs(kind: type[Any]) -> list[type[Any]]:
     return [heir for child in kind.__subclasses__() for heir in (child, *_heirs(child))]
 
 
@@ -137,6 +144,18 @@ def _stopping(after: bool, times: int) -> Callable[[Callable[..., Any]], Callabl
     return wrapper
 
 
+def _lasting(seconds: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrapper(go_on: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(go_on)
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds)
+            return go_on(*args, **kwargs)
+
+        return calling
+
+    return wrapper
+
+
 def _beat(seconds: float) -> None:
     from coordinator.plan import RunPlan
 
@@ -145,8 +164,11 @@ def _beat(seconds: float) -> None:
 
 
 def _fail(share: float, chance: random.Random) -> None:
-    """Let that share of a node's contributions fail: of every two one breaks all connections of the node as it
-    begins, and one is refused, as its payload does not have its digest. The node tries again soon."""
+    """Let that share of a node's contributions fail.
+
+    Of every two one breaks all connections of the node as it begins, and one is refused, as its payload does
+    not have its digest. The node tries again soon.
+    """
     from node.exchange.link import Link
     from node.exchange.retry import Backoff
     from protos import wire
@@ -169,7 +191,7 @@ def _fail(share: float, chance: random.Random) -> None:
             body = ContributionEnd(payload_digest="0" * 32).SerializeToString()
         return encode(kind, body, **place)
 
-    Link.exchange = contributing  # type: ignore[method-assign]
+    Link.exchange = contributing  # type: ignore[assignment,method-assign]
     wire.encode_frame = encoding
     Backoff.__init__.__defaults__ = (0.01, 2.0, 0.1)
 

@@ -17,18 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-# What a coordinator and a node need; the server that processes are forked from imports this module.
-import coordinator.service
-import deploy.serving
-import node.launch
-import node.model
-import optim.methods  # noqa: F401
 from bench import faults, namespaces
 from deploy import cli
 from deploy.processes import PARENT_KEY, Child, Children, ProcessError
 
 _FORKS: Final[Any] = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["bench.forked"])
+# What a coordinator and a node need is imported once, by the server that they are forked from.
+_FORKS.set_forkserver_preload(
+    ["bench.forked", "coordinator.service", "deploy.serving", "node.launch", "node.model", "optim.methods"]
+)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Faults by phase: a node, a donor, a joiner or the coordinator is killed, stands still, or is cut off.
 
 One run goes through all cases: the process that is to be hit stops itself where it is to be hit
-(:mod:`bench.faults`), so that no clock decides. At the end the journal and the events of all nodes must agree:
-no sample lost, none trained twice, one state after every round.
+(:mod:`bench.faults`), so that no clock decides. At the end the journal and the events of all nodes must
+agree: no sample lost, none trained twice, one state after every round.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Scene:
         bed = self.bed
         self._victims += 1
         name = f"victim-{self._victims}"
-        times = {"loading": 1, "replaying": 1, "uploading": 1}.get(case.phase, 5)
+        times = 5 if case.who == "node" else 1
         fault = Fault(case.phase, times)
         victim = bed.join(name, "--wait", "60s", namespace=self._space(VICTIM_SPACE), fault=fault)
         bed.until(lambda: stopped(victim.pid), f"{name} {case.phase}", watch=victim)
@@ -150,7 +150,7 @@ class Scene:
         bed = self.bed
         assert bed.coordinator is not None
         bed.kill(bed.coordinator)  # with the next one comes the fault
-        hub = self._lead(Fault(case.phase, 2 if case.phase == "gathering" else 4))
+        hub = self._lead(Fault(case.phase, 1 if case.phase == "gathering" else 4))
         bed.until(lambda: stopped(hub.pid), f"a coordinator that is {case.phase}", watch=hub)
         began, last = time.monotonic(), bed.last("a")
         if case.event == "kill":
@@ -195,9 +195,7 @@ def _wait(until: float) -> None:
 
 
 @contextlib.contextmanager
-def scene(
-    folder: Path, *, cuts: bool, seconds: float, heartbeat: float, ceiling: float
-) -> Iterator[Scene]:
+def scene(folder: Path, *, cuts: bool, seconds: float, heartbeat: float, ceiling: float) -> Iterator[Scene]:
     """A run to play cases in; with ``cuts`` each of its processes is behind a link of its own.
 
     Raises:

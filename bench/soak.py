@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,7 +24,7 @@ NODES: Final = 4
 FAILING: Final = 0.3
 EVERY: Final = 20  # rounds between two looks
 WARM: Final = 0.3  # of the rounds: threads start, allocators reach their size
-RUN: Final = {
+RUN: Final[dict[str, dict[str, Any]]] = {
     "run": {"nodes": NODES},
     "method": {"name": "sign-muon"},
     "round": {"deadline": 5.0, "start_timeout": 60.0},
@@ -51,8 +51,7 @@ class Course:
         return slope(self.rounds, self.resident)
 
     def ends(self) -> tuple[float, float]:
-        """Open files after the warm-up and at the end, each the median of some looks: connections come and
-        go."""
+        """Open files after the warm-up and at the end, each the median of several looks."""
         kept = self.handles[int(len(self.handles) * WARM) :]
         part = max(1, len(kept) // 4)
         return median(kept[:part]), median(kept[-part:])
@@ -119,11 +118,17 @@ def run(quick: bool) -> Report:
     report.add("rounds", rounds)
     report.add("contributions_counted", told["counted"] / (rounds * NODES))
     report.add("rounds_missed", told["RoundMissed"])
-    table = report.table("Resident memory and open files", "process", "MB first", "MB last", "files", "files last")
+    table = report.table(
+        "Resident memory and open files", "process", "MB first", "MB last", "files", "files last"
+    )
     for who, course in courses.items():
         start = int(len(course.rounds) * WARM)
         files = course.ends()
         table.row(who, course.resident[start] / 1e6, course.resident[-1] / 1e6, *files)
-    report.note(f"{FAILING:.0%} of {NODES} nodes' contributions fail: half by a broken connection, half refused")
-    report.note("nodes: the worst of them; files: median of the first, and of the last, looks after the warm-up")
+    report.note(
+        f"{FAILING:.0%} of {NODES} nodes' contributions fail: half by a broken connection, half refused"
+    )
+    report.note(
+        "nodes: the worst of them; files: median of the first, and of the last, looks after the warm-up"
+    )
     return report

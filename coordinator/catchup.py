@@ -56,8 +56,8 @@ def plan(
         result_bytes: bytes of the results of the rounds from its first argument on, before its second.
         snapshots: rounds of the states that are kept.
         state_bytes: of a state.
-        training: nodes can still be asked for a new snapshot. After the end it is chosen for want of any other
-            way, and cannot be gone.
+        training: nodes can still be asked for a new snapshot. After the end that is chosen for want of any
+            other way, and cannot be gone.
     """
     ways: list[tuple[int, CatchUp]] = []
     if held is not None and first_kept <= held <= committed:

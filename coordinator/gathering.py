@@ -130,7 +130,19 @@ class Gathering:
             usual = run.plan.samples(run.round, node.batch)
             if round_index == run.round and count <= usual and start + count <= limit:
                 run.leases.reclaim(node.node, run.round, Lease(start, count))
+        self._lease_the_rest()
         run.between_rounds()
+
+    def _lease_the_rest(self) -> None:
+        """Members that are back without work get samples in slot order, as at any opening. Some of them have
+        to fetch the last result first: otherwise each would come later, to samples that another had before."""
+        run = self._run
+        if run.round >= run.plan.rounds:
+            return
+        for name in run.registry.roster.members:
+            node = run.registry.get(name)
+            if node is not None and run.newcomers.ready(node) and not run.leases.held_by(name, run.round):
+                run.leases.take(name, run.round, run.plan.samples(run.round, node.batch))
 
     # ---------------------------------------------------------------------------------------- nobody is left
 

@@ -67,8 +67,8 @@ class Training:
             if node is None:  # gone since the roster was made
                 members.append(Member(node_id, 1, row[: table.nbytes], State.GONE, live=False))
                 continue
-            if node.position < run.round:
-                node.state = "lagging"
+            if node.position < run.round and run.leases.held_by(node_id, run.round) is None:
+                node.state = "lagging"  # but for one that is back with the others after a restart
             state = State.LAGGING if node.state == "lagging" else State.EXPECTED
             share = (1, 1)
             if node.since is not None:

@@ -17,7 +17,9 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are read from Linux's /proc"),
+    pytest.mark.skipif(
+        not Path("/proc/self/environ").exists(), reason="processes are read from Linux's /proc"
+    ),
 ]
 
 MARK = "ATOLL_BED"
@@ -57,8 +59,11 @@ class Traces:
         return found
 
     def files(self) -> list[Path]:
-        """Temporary ones, sockets among them, and parts of files of the cache. The folder that torch makes for
-        compiled kernels, as soon as it is imported in some way, is a cache of its own."""
+        """Temporary ones, sockets among them, and parts of files of the cache.
+
+        The folder that torch makes for compiled kernels, as soon as it is imported in some way, is a cache of
+        its own.
+        """
         left = [*self.temporary.rglob("*"), *self.cache.rglob(".*")]
         return [path for path in left if not path.name.startswith("torchinductor_") or any(path.iterdir())]
 
