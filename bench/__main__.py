@@ -57,7 +57,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     ),
     "restarts": (
         "bench.restarts",
-        "a run whose coordinator is killed 50 times against the same run without: equal states after each round",
+        "a run whose coordinator is killed 50 times against one without: equal states after each round",
     ),
 }
 

@@ -135,7 +135,7 @@ class Gathering:
 
     def _lease_the_rest(self) -> None:
         """Members that are back without work get samples in slot order, as at any opening. Some of them have
-        to fetch the last result first: otherwise each would come later, to samples that another had before."""
+        to fetch the last result first, and would come later, to samples that another had before."""
         run = self._run
         if run.round >= run.plan.rounds:
             return
