@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -187,3 +187,4 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
+TestLedger.settings = settings(derandomize=True)
