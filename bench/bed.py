@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.faults import stopped
+from deploy.event_log import EventReader
 from deploy.processes import Child, Children
 from protos.runfile import RunFile
 
@@ -35,17 +35,11 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._events: list[dict[str, Any]] = []
-        self._offset = 0
+        self._reader, self._events = EventReader(path), list[dict[str, Any]]()
 
     def read(self) -> list[dict[str, Any]]:
         """All so far; a line that is still being written is left out."""
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._offset += len(whole) + len(newline)
-            self._events += [json.loads(line) for line in whole.splitlines()]
+        self._events += self._reader.new()
         return self._events
 
 

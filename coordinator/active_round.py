@@ -276,10 +276,7 @@ class ActiveRound:
         self._finish()
         self.result.settle(
             verdict.voters,
-            ramped(
-                [self.members[node].weight for node in verdict.voters],
-                [self.members[node].share for node in verdict.voters],
-            ),
+            self._weights(verdict.voters),
             casting=casting_voter(self.round, len(verdict.voters)),
             nbytes=self.table.result_nbytes if verdict.voters else 0,
             digest=digest,
@@ -313,6 +310,11 @@ class ActiveRound:
             for member in self.members.values()
             if member.state in (State.EXPECTED, State.COMPLETE)
         )
+
+    def _weights(self, voters: Iterable[str]) -> list[int]:
+        """Of their votes."""
+        members = [self.members[node] for node in voters]
+        return ramped([member.weight for member in members], [member.share for member in members])
 
     def _form(self, voters: tuple[str, ...]) -> None:
         """Start the reduction afresh for ``voters``."""
@@ -354,7 +356,7 @@ class ActiveRound:
             round_index=self.round,
             tally=self._shared.tally,
             memory=self._shared.memory,
-            weights=ramped([member.weight for member in members], [member.share for member in members]),
+            weights=self._weights(self._voters),
             mean_weights=[member.weight * member.samples for member in members],
         )
         self._reduction = Reduction(

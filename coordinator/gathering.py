@@ -164,7 +164,7 @@ class Gathering:
             self.end()  # it catches up with what is kept
             run.reason = f"every node left before round {run.round + 1}; {len(joiners)} catching up"
         elif run.registry.left and all(node.left_cleanly for node in run.registry.left) and not joiners:
-            run.fail(run.reason)
+            run.stop(run.reason)
         else:
             self._set_alarm(min(run.plan.policy.start_timeout, RETURN_SECONDS))
 
@@ -188,4 +188,4 @@ class Gathering:
                 f"only {run.reason} came within {run.plan.policy.start_timeout:g} s of the first: "
                 "start the others earlier, raise [round] start_timeout or lower [run] nodes"
             )
-        run.fail(run.reason)
+        run.stop(run.reason)

@@ -7,23 +7,18 @@ calls of this object and refusals into its own status codes.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from coordinator.admission import RunFacts, refusal
-from coordinator.chunk_store import ChunkStore
 from coordinator.ending import ENDED
-from coordinator.events import Listener, ignore
 from coordinator.exchange import Exchange
 from coordinator.intake import Intake
-from coordinator.journal import Journal
 from coordinator.nodes import Node, Outbox
 from coordinator.pacing import Pacer, exchanging
 from coordinator.partial_snapshot import Upload
-from coordinator.plan import RunPlan
-from coordinator.reducing import Pool
 from coordinator.refusal import (
     BAD_MESSAGE,
     BAD_SESSION,
@@ -36,8 +31,7 @@ from coordinator.run import Run
 from coordinator.start import Claim, choose
 from coordinator.status import status_of
 from coordinator.sweeping import sweep
-from coordinator.timer import Alarm, Timer
-from optim.aggregate import TallyFunction
+from coordinator.timer import Alarm
 from protos.atoll_pb2 import (
     ChunksRequest,
     GetRunReply,
@@ -48,7 +42,6 @@ from protos.atoll_pb2 import (
     ResultsRequest,
     StatusReply,
 )
-from protos.buckets import TableSchedule
 from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, SESSION_UNKNOWN
 
 MAX_NODES: Final = 4096
@@ -65,56 +58,22 @@ class Hub:
     :class:`~coordinator.refusal.Refused`.
 
     Args:
-        plan: the run.
-        tables: layout of the payloads, round by round.
-        timer: the only clock.
-        pool: for CPU work.
-        tally: the majority function, ``optim.bits.tally``.
-        journal: where everything is kept that has to outlast this object, and what it begins with.
-        chunks: where snapshots are kept.
-        file_pool: for work on snapshots, which may take long; ``pool`` if not given.
-        wall: seconds since 1970, for people who read the journal.
-        tell: is told what happens.
+        run: whose nodes they are; its plan, tables and timer are the hub's too.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        tables: TableSchedule,
-        *,
-        timer: Timer,
-        pool: Pool,
-        tally: TallyFunction,
-        journal: Journal | None = None,
-        chunks: ChunkStore | None = None,
-        file_pool: Pool | None = None,
-        wall: Callable[[], float] = lambda: 0.0,
-        tell: Listener = ignore,
-    ) -> None:
-        self.plan = plan
-        self.tables = tables
-        self.run = Run(
-            plan,
-            tables,
-            timer=timer,
-            pool=pool,
-            tally=tally,
-            journal=journal,
-            chunks=chunks,
-            file_pool=file_pool,
-            wall=wall,
-            tell=tell,
-        )
-        self._intake = Intake(self.run)
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.plan, self.tables = run.plan, run.tables
+        self._intake = Intake(run)
         self.bytes_in = 0  # messages of all calls, as they travel
         self.bytes_out = 0
         self.pacer = Pacer(
-            now=timer.now,
-            exchanging=lambda: exchanging(self.run),
+            now=run.now,
+            exchanging=lambda: exchanging(run),
             moved=lambda: self.bytes_in + self.bytes_out,
-            patience=plan.stall / 4,
+            patience=run.plan.stall / 4,
         )
-        self._timer = timer
+        self._timer = run.timer
         self._sessions: dict[str, Node] = {}  # by secret
         self._sweep_due = 0.0
         self._alarm: Alarm | None = None
@@ -147,7 +106,8 @@ class Hub:
             run.data_digest, run.state_bytes = self.plan.data_digest, 0
         if run.phase == "suspended":
             raise run.ending.refusal()
-        known = run.registry.former(request.former) is not None
+        former = run.registry.former(request.former)
+        known = former is not None
         # Who was a member, or may be one of a journal that has lost its tail, is let in whatever it holds.
         committed = self.plan.rounds if known or run.gathering.awaited else run.round
         facts = RunFacts(
@@ -169,7 +129,7 @@ class Hub:
             raise Refused(JOIN, problem, "FAILED_PRECONDITION")
         run.data_digest = run.data_digest or request.data_digest
         run.state_bytes = run.state_bytes or request.state_bytes
-        node = self._admitted(request, address)
+        node = self._admitted(request, address, former)
         run.registry.nodes[node.node] = node
         self._sessions[node.secret] = node
         return JoinReply(
@@ -181,10 +141,10 @@ class Hub:
             else request.round < facts.start.round,
         )
 
-    def _admitted(self, request: JoinRequest, address: str) -> Node:
-        """A node under a new name, or under its old one if it can tell the secret of its last session."""
+    def _admitted(self, request: JoinRequest, address: str, former: str | None) -> Node:
+        """A node under a new name, or under its ``former`` one, as it can tell the secret of its last
+        session."""
         run = self.run
-        former = run.registry.former(request.former)
         if former is not None and (present := run.registry.get(former)) is not None:
             self.close_session(present, "it has joined again")
         name = former or run.registry.new_name()

@@ -17,6 +17,7 @@ import numpy as np
 
 from optim.mean import F32
 
+Post = Callable[..., object]  # calls a function, with its arguments, on the event loop, from any thread
 Done = Callable[[BaseException | None], None]
 Loaded = Callable[["Kept | None"], None]
 

@@ -13,7 +13,6 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from coordinator.journal import (
@@ -21,22 +20,21 @@ from coordinator.journal import (
     JournalError,
     Kept,
     Loaded,
+    Post,
     Recovered,
     RosterRecord,
     RoundRecord,
     StartRecord,
 )
 from coordinator.journal_errors import explained
-from coordinator.journal_folder import KEEP_BYTES, JournalFolder
+from coordinator.journal_folder import JournalFolder
 from coordinator.ranges import Ranges
-from coordinator.segments import Opener, SegmentError, open_append
+from coordinator.segments import SegmentError
 from optim.mean import F32
 
 log = logging.getLogger(__name__)
 
 KEPT_ROUNDS: Final = 32  # the last results that are never dropped
-
-Post = Callable[..., object]
 
 
 class FileJournal:
@@ -64,33 +62,7 @@ class FileJournal:
         self._begun = folder.recovered is not None
         self._next = 0 if folder.recovered is None else folder.recovered.round
         self._error: JournalError | None = None  # of the thread
-        self._owns_folder = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        *,
-        run_digest: str,
-        table_digest: str,
-        run_toml: str,
-        post: Post,
-        keep_bytes: int = KEEP_BYTES,
-        opener: Opener = open_append,
-    ) -> FileJournal:
-        """Open a folder, see :meth:`JournalFolder.open`, and the journal in it, which closes it."""
-        opened = JournalFolder.open(
-            folder,
-            run_digest=run_digest,
-            table_digest=table_digest,
-            run_toml=run_toml,
-            keep_bytes=keep_bytes,
-            opener=opener,
-        )
-        journal = cls(opened, post)
-        journal._owns_folder = True
-        return journal
 
     # ---------------------------------------------------------------------------------- the loop's side
 
@@ -155,8 +127,6 @@ class FileJournal:
     def close(self) -> None:
         """See :class:`Journal`; blocks until all is written."""
         self._thread.shutdown(wait=True)
-        if self._owns_folder:
-            self._folder.close()
 
     def _check(self, record: RoundRecord, payload: Sequence[memoryview]) -> None:
         if not self._begun or record.round != self._next:

@@ -101,10 +101,10 @@ def decide(view: RoundView, policy: Policy) -> Verdict:
     limit = (started if view.first_at is None else min(view.first_at, started)) + policy.deadline
     live = sum(seat.live and (seat.state is not State.LAGGING or seat.node in pending) for seat in view.seats)
     needed = max(1, math.ceil(policy.quorum * live - 1e-9))
-    waiting = f"{len(voters)} of {live} contributions, waiting for {_list(pending)}"
+    waiting = f"{len(voters)} of {live} contributions, waiting for {listed(pending)}"
     if view.now < limit:
         return Verdict("wait", waiting, until=limit)
-    late = f"{_list(pending)} sent nothing within the deadline of {policy.deadline:g} s"
+    late = f"{listed(pending)} sent nothing within the deadline of {policy.deadline:g} s"
     if len(voters) >= needed:
         return Verdict("commit", f"{_count(voters)}; {late}", voters, pending)
     last = limit + policy.start_timeout
@@ -158,7 +158,7 @@ def _closed(view: RoundView, voters: tuple[str, ...]) -> str:
     if len(voters) == len(view.seats):
         return f"all {len(voters)} contributions are in" if len(voters) > 1 else "the only contribution is in"
     rest = [
-        f"{word}: {_list(nodes)}"
+        f"{word}: {listed(nodes)}"
         for state, word in _ABSENT.items()
         if (nodes := [seat.node for seat in view.seats if seat.state is state])
     ]
@@ -171,6 +171,7 @@ def _count(voters: tuple[str, ...]) -> str:
     return f"{len(voters)} contribution{'s' if len(voters) > 1 else ''}"
 
 
-def _list(nodes: Iterable[str]) -> str:
+def listed(nodes: Iterable[str]) -> str:
+    """Some nodes, in words: the first eight by name."""
     names = list(nodes)
     return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"

@@ -62,6 +62,18 @@ RECOVERED_RESULTS: Final = 4  # of the last rounds, read at a restart: who misse
 class Run:
     """A run in progress.
 
+    Args:
+        plan: what it is.
+        tables: layout of the payloads, round by round.
+        timer: the only clock.
+        pool: for CPU work.
+        tally: the majority function, ``optim.bits.tally``.
+        journal: where everything is kept that has to outlast this object, and what it begins with.
+        chunks: where snapshots are kept.
+        file_pool: for work on snapshots, which may take long; ``pool`` if not given.
+        wall: seconds since 1970, for people who read the journal.
+        tell: is told what happens.
+
     Attributes:
         phase, reason: what it is doing and why, in words.
         round: next to commit.
@@ -375,11 +387,7 @@ class Run:
     # --------------------------------------------------------------------------------------------- end
 
     def stop(self, reason: str) -> None:
-        """End the run from outside; nodes are told why."""
-        self.ending.end("failed", reason)
-
-    def fail(self, reason: str) -> None:
-        """The run cannot go on."""
+        """End the run before its last round; nodes are told why."""
         self.ending.end("failed", reason)
 
     def suspend(self, reason: str) -> None:

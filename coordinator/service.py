@@ -21,10 +21,11 @@ from coordinator.chunk_store import ChunkStore, FileChunkStore
 from coordinator.ending import ENDED
 from coordinator.events import Listener, ignore
 from coordinator.hub import Hub
-from coordinator.journal import Journal
+from coordinator.journal import Journal, Post
 from coordinator.metrics import Metrics, MetricsServer
 from coordinator.plan import RunPlan
 from coordinator.pool import ThreadPool
+from coordinator.run import Run
 from coordinator.server import serve
 from coordinator.timer import LoopTimer
 from optim.bits import tally
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from protos.runfile import RunFile
 
 log = logging.getLogger(__name__)
-
-Post = Callable[..., object]  # calls a function, with its arguments, on the event loop
 
 STOP_SECONDS: Final = 5.0  # for nodes to leave after they were told to
 _POLL_SECONDS: Final = 0.1
@@ -153,16 +152,18 @@ async def _coordinate(
     pool, file_pool = ThreadPool(loop), ThreadPool(loop)
     journal = keeping.journal(loop.call_soon_threadsafe) if keeping.journal is not None else None
     hub = Hub(
-        plan,
-        tables,
-        timer=LoopTimer(loop),
-        pool=pool,
-        tally=tally,
-        journal=journal,
-        chunks=keeping.chunks,
-        file_pool=file_pool,
-        wall=time.time,
-        tell=keeping.on_event,
+        Run(
+            plan,
+            tables,
+            timer=LoopTimer(loop),
+            pool=pool,
+            tally=tally,
+            journal=journal,
+            chunks=keeping.chunks,
+            file_pool=file_pool,
+            wall=time.time,
+            tell=keeping.on_event,
+        )
     )
     metrics: MetricsServer | None = None
     try:

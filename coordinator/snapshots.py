@@ -119,7 +119,7 @@ class Snapshots:
             self.kept.append(Snapshot(manifest, data))
         else:
             log.warning("the snapshot %s is damaged: it is removed", data.snapshot)
-            self._drop(data)
+            in_background(self._pool, data.drop)
 
     def _weed(self) -> None:
         """Remove what is not of this run: its journal may have been lost and rounds made anew."""
@@ -308,7 +308,4 @@ class Snapshots:
     def _forget(self, snapshot: Snapshot) -> None:
         if snapshot in self.kept:
             self.kept.remove(snapshot)
-            self._drop(snapshot.data)
-
-    def _drop(self, data: StoredState) -> None:
-        in_background(self._pool, data.drop)
+            in_background(self._pool, snapshot.data.drop)

@@ -32,12 +32,10 @@ class Snapshotting:
 
     Attributes:
         snapshots: those that are kept, and the one in progress.
-        reason: why the one in progress is made, or why the last one failed.
     """
 
     def __init__(self, run: Run, store: ChunkStore, pool: Pool) -> None:
         self._run = run
-        self.reason = ""
         self._failures = 0
         self._not_before = self._began = 0.0
         self._name = ("", 0)
@@ -74,7 +72,7 @@ class Snapshotting:
         donors = run.registry.donors(run.round)
         if not reason or not donors or last == run.round:
             return
-        self.reason, self._began = reason, run.now()
+        self._began = run.now()
         log.info("a snapshot after %d rounds by %d nodes: %s", run.round, len(donors), reason)
         parts = self.snapshots.begin(run.round, run.state_bytes, donors)
         if parts:
@@ -93,7 +91,6 @@ class Snapshotting:
             run.journal.forget(snapshot.round)
         else:
             self._failures += 1
-            self.reason = reason
             self._not_before = run.now() + RETRY_SECONDS
             log.warning("a snapshot failed: %s", reason)
             run.tell(SnapshotFailed(*self._name, reason))

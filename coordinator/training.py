@@ -178,7 +178,7 @@ class Training:
                 run.suspend(verdict.reason)
                 active.stop(run.ending.refusal())
             elif any(member.live for member in active.members.values()):
-                run.fail(verdict.reason)
+                run.stop(verdict.reason)
             else:
                 run.leases.settle(active.round, ())
                 run.registry.dissolve()

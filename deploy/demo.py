@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from deploy import demo_results, demo_view
-from deploy.demo_results import Course, EventReader, Results
+from deploy.demo_results import Course, Results
 from deploy.errors import UserError
+from deploy.event_log import EventReader, Line
 from deploy.history import History
 from deploy.preset import Key, run_text
 from deploy.processes import Child, Children, ProcessError
@@ -379,10 +380,9 @@ class Demo:
         return demo_results.with_ring_bytes(course, self.options.nodes)
 
     def _show_baseline(self, event: dict[str, Any]) -> None:
-        names = {field.name for field in fields(RoundDone)}
-        values = {key: value for key, value in event.items() if key in names}
-        values["loss"] = float("nan") if values["loss"] is None else values["loss"]
-        line = f"{BASELINE_METHOD}: {round_line(RoundDone(**values))}"
+        done = Line(event["round"] + 1, "RoundDone", event).event()
+        assert isinstance(done, RoundDone)
+        line = f"{BASELINE_METHOD}: {round_line(done)}"
         last = event["round"] + 1 == event["rounds"]
         self._screen.update(lambda: Group(Text(line, no_wrap=True, overflow="ellipsis")), line, always=last)
 

@@ -19,26 +19,6 @@ from deploy.table import MISSING, number, percent
 from protos.units import format_bytes, format_duration
 
 
-class EventReader:
-    """Reads the JSON lines of an event log as they are written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-
-    def new(self) -> list[dict[str, Any]]:
-        """The whole lines since the last call; none while the file is not there."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        data = data[: data.rfind(b"\n") + 1]
-        self._offset += len(data)
-        return [json.loads(line) for line in data.splitlines()]
-
-
 @dataclass
 class Course:
     """One run. Losses in nats per token; ``checks`` are (step, validation loss, bits per byte).

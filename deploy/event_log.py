@@ -150,6 +150,26 @@ def _plain(value: Any) -> Any:
     return value
 
 
+class EventReader:
+    """Reads the JSON lines of an event log as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The whole lines since the last call; none while the file is not there."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        return [json.loads(line) for line in data.splitlines()]
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of a log.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from coordinator import events
+from coordinator.rounds import listed
 from deploy import progress
 from deploy.event_log import Event, EventsLost
 from deploy.table import number, peer, percent
@@ -80,6 +81,4 @@ def _snapshot(event: events.SnapshotBegun | events.SnapshotComplete | events.Sna
 
 def names(nodes: tuple[str, ...]) -> str:
     """Some nodes, in words."""
-    if not nodes:
-        return "nobody"
-    return ", ".join(nodes) if len(nodes) <= 8 else f"{', '.join(nodes[:8])} and {len(nodes) - 8} more"
+    return listed(nodes) or "nobody"

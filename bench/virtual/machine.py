@@ -22,6 +22,7 @@ from coordinator.journal import Done, Loaded, MemoryJournal, Recovered, RosterRe
 from coordinator.plan import RunPlan
 from coordinator.result import ResultRing
 from coordinator.rounds import Policy
+from coordinator.run import Run
 from optim.aggregate import TallyFunction
 from optim.mean import F32
 
@@ -30,7 +31,7 @@ REDUCE: Final = (0.001, 0.01)
 POLICY: Final = Policy(deadline=4.0, start_timeout=90.0, quorum=0.6)
 
 Hook = Callable[[str, int], None]  # phase, round
-MakeHub = Callable[..., Hub]
+MakeRun = Callable[..., Run]
 Committed = Callable[[RoundRecord, bytes], None]
 
 
@@ -268,7 +269,7 @@ class Machine:
         *,
         tally: TallyFunction,
         hook: Hook,
-        make_hub: MakeHub,
+        make_run: MakeRun,
     ) -> None:
         self.clock = Clock(process)
         self._writer = Writer(disk, process, draws, hook)
@@ -276,15 +277,17 @@ class Machine:
             Pool(process, draws, lambda: hook("reducing", self.hub.run.round)),
             Pool(process, draws, lambda: None),
         )
-        self.hub = make_hub(
-            plan_of(schedule),
-            TABLES,
-            timer=self.clock,
-            pool=self._pools[0],
-            tally=tally,
-            journal=self._writer,
-            chunks=chunks,
-            file_pool=self._pools[1],
+        self.hub = Hub(
+            make_run(
+                plan_of(schedule),
+                TABLES,
+                timer=self.clock,
+                pool=self._pools[0],
+                tally=tally,
+                journal=self._writer,
+                chunks=chunks,
+                file_pool=self._pools[1],
+            )
         )
         if schedule.kept:
             self.hub.run.results = ResultRing(schedule.kept)

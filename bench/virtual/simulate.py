@@ -10,10 +10,10 @@ from typing import Any, Final
 from bench.virtual import loop
 from bench.virtual.invariants import Violation
 from bench.virtual.loop import VirtualLoop
-from bench.virtual.machine import MakeHub, pooled
+from bench.virtual.machine import MakeRun, pooled
 from bench.virtual.schedule import Schedule
 from bench.virtual.world import World
-from coordinator.hub import Hub
+from coordinator.run import Run
 
 LIMIT: Final = 6000.0  # virtual seconds of a whole run
 
@@ -39,12 +39,12 @@ class Outcome:
     fired: int = 0
 
 
-def simulate(schedule: Schedule, make_hub: MakeHub = Hub) -> Outcome:
+def simulate(schedule: Schedule, make_run: MakeRun = Run) -> Outcome:
     """Run a schedule to its end."""
     worlds: list[World] = []
 
     async def main(virtual: VirtualLoop) -> float:
-        worlds.append(World(schedule, virtual, make_hub))
+        worlds.append(World(schedule, virtual, make_run))
         await worlds[0].run()
         return virtual.time() - loop.START
 

@@ -15,7 +15,7 @@ from bench.virtual import loop
 from bench.virtual.invariants import Checker
 from bench.virtual.line import KEEPALIVE, Line
 from bench.virtual.loop import VirtualLoop
-from bench.virtual.machine import Disk, Machine, MakeHub
+from bench.virtual.machine import Disk, Machine, MakeRun
 from bench.virtual.network import Call
 from bench.virtual.node import Node
 from bench.virtual.schedule import COORDINATOR, JOIN, Fault, Schedule
@@ -24,6 +24,7 @@ from coordinator.chunk_store import MemoryChunkStore
 from coordinator.ending import ENDED
 from coordinator.hub import Hub
 from coordinator.journal import RoundRecord
+from coordinator.run import Run
 from node.exchange.base import ExchangeError
 from protos import atoll_pb2 as pb
 
@@ -35,9 +36,9 @@ _inside: contextvars.ContextVar[str] = contextvars.ContextVar("inside", default=
 
 
 class World:
-    """Everything in one schedule. ``make_hub`` is there for tests, which break it on purpose."""
+    """Everything in one schedule. ``make_run`` is there for tests, which break it on purpose."""
 
-    def __init__(self, schedule: Schedule, virtual: VirtualLoop, make_hub: MakeHub = Hub) -> None:
+    def __init__(self, schedule: Schedule, virtual: VirtualLoop, make_run: MakeRun = Run) -> None:
         self.schedule = schedule
         self.loop = virtual
         self.checker = Checker()
@@ -45,7 +46,7 @@ class World:
         self.log: list[str] = []
         self.fired = 0
         self.hub: Hub | None = None
-        self._make_hub = make_hub
+        self._make_run = make_run
         self._waiting = list(schedule.faults)
         self._draws = random.Random(f"{schedule.seed}/coordinator")
         self._disk = Disk(self.checker.begun, self._committed, self.checker.agreed, schedule.kept)
@@ -146,7 +147,7 @@ class World:
             self._draws,
             tally=self.checker.tally(),
             hook=self._coordinator_at,
-            make_hub=self._make_hub,
+            make_run=self._make_run,
         )
         self.hub = self._machine.hub
         self.site.listen(self.hub)

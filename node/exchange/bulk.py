@@ -12,14 +12,13 @@ import xxhash
 from grpc import aio
 
 from node.exchange.filling import Filling
-from node.exchange.link import Call, Link
+from node.exchange.link import Call, Link, seen_out
 from node.exchange.result import ResultAssembly
 from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import LINE_BYTES
 
-_STATUS_SECONDS: Final = 5.0
 _LEAST_BYTES: Final = 64 << 10  # of a chunk, but for the last: a payload that fills slowly costs few frames
 
 
@@ -86,8 +85,7 @@ def _retire(call: Call, tasks: tuple[asyncio.Future[Any], ...], committed: bool)
 
     async def drain() -> None:
         if committed:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(call.code(), _STATUS_SECONDS)
+            await seen_out(call)
         for task in tasks:
             task.cancel()
         call.cancel()

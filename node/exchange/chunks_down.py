@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -12,7 +11,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from node.exchange.base import LoadOrder
-from node.exchange.link import Link
+from node.exchange.link import Link, seen_out
 from node.exchange.retry import Patience, Say, Timing, within
 from node.exchange.spool import Spool
 from node.exchange.tensor_bytes import LayoutError, Row, check_layout, total_bytes
@@ -22,7 +21,6 @@ from protos import wire
 from protos.snapshots import chunk_range, chunks
 
 _SAY_SECONDS: Final = 5.0  # between two sentences about the progress
-_STATUS_SECONDS: Final = 5.0
 _DIGEST_BYTES: Final = 16  # xxh3_128
 
 
@@ -180,9 +178,7 @@ async def get_chunks(
             try:
                 await _stream(link, secret(), order, assembly, progress)
             except Trouble as trouble:
-                if trouble.kind is Kind.SESSION_UNKNOWN:  # it is being joined again meanwhile
-                    trouble = Trouble(Kind.BROKEN, str(trouble))
-                await patience.endure(trouble)
+                await patience.endure(trouble.of_a_bulk_call())
     except Trouble as trouble:
         spool.close()
         raise TransferError(f"{what} failed: {trouble}") from None
@@ -232,9 +228,7 @@ async def _stream(
                 over = await asyncio.to_thread(assembly.add, message)
             finally:
                 progress.now(assembly.nbytes)
-        # A cancellation on the heels of the last frame would look like a broken download to the coordinator.
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(call.code(), _STATUS_SECONDS)
+        await seen_out(call)
     except aio.AioRpcError as error:
         raise link.trouble(error, link.limits.transfer) from None
     finally:

@@ -6,6 +6,7 @@ Control and bulk travel on separate connections: a slow uplink full of payload m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -14,6 +15,7 @@ from grpc import aio
 
 from node.exchange import meter
 from node.exchange.meter import Meter
+from node.exchange.retry import within
 from node.exchange.trouble import Kind, Trouble, diagnose
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -22,6 +24,8 @@ from protos.invite import Invite
 
 M = TypeVar("M", bound=Message)
 Call = aio.StreamStreamCall[Any, Any]
+
+STATUS_SECONDS: Final = 5.0  # for the status that follows a last frame
 
 _OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     *CHANNEL_OPTIONS,
@@ -45,6 +49,13 @@ class Limits:
     transfer: float = 6 * 3600.0  # of the shared state, or of results to replay
     stall: float = 120.0  # without a byte in such a transfer
     leave: float = 3.0  # for a clean departure
+
+
+async def seen_out(call: Any) -> None:
+    """Let the status of a call arrive whose last frame has come, before the call is cancelled: on the heels
+    of that frame a cancellation would look like a broken stream at the other end."""
+    with suppress(Trouble):
+        await within(STATUS_SECONDS, "the status of a call", call.code())
 
 
 class Link:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from grpc import aio
 
 from node.exchange.base import ExchangeError, ReplayOrder, RoundResult
-from node.exchange.link import Link
+from node.exchange.link import STATUS_SECONDS, Link, seen_out
 from node.exchange.result import ResultAssembly, round_result
 from node.exchange.retry import Patience, Say, Timing, within
 from node.exchange.standing import Standing
@@ -25,8 +25,6 @@ from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable, TableSchedule
 
 T = TypeVar("T")
-
-_STATUS_SECONDS: Final = 5.0
 
 
 class Replay:
@@ -129,10 +127,8 @@ class Replay:
     async def _endure(self, round_index: int, trouble: Trouble) -> None:
         if trouble.kind is Kind.PROTOCOL:
             raise trouble
-        if trouble.kind is Kind.SESSION_UNKNOWN:  # the session itself finds out, and is joined again
-            trouble = Trouble(Kind.BROKEN, str(trouble))
         try:
-            await self._patience.endure(trouble)
+            await self._patience.endure(trouble.of_a_bulk_call())
         except Trouble as final:
             raise TransferError(f"the result of round {round_index + 1} is not to be had: {final}") from None
 
@@ -146,10 +142,8 @@ class Replay:
         return request
 
     async def _hang_up(self) -> None:
-        """A cancellation on the heels of the last result would look like a broken stream at the other end."""
         if self._call is not None:
-            with contextlib.suppress(Trouble):
-                await within(_STATUS_SECONDS, "the end of a replay", self._call.code())
+            await seen_out(self._call)
         self._drop()
 
     def _drop(self) -> None:
@@ -171,7 +165,7 @@ def results(replay: Replay, run: Run, seconds: float) -> Generator[RoundResult, 
             yield result
     finally:
         with contextlib.suppress(ExchangeError):  # if the exchange has been closed, so has the stream
-            run(replay.close(), _STATUS_SECONDS, "the end of a replay")
+            run(replay.close(), STATUS_SECONDS, "the end of a replay")
 
 
 def held_buckets(table: BucketTable, part: BucketTable) -> list[int]:

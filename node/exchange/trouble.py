@@ -50,6 +50,10 @@ class Trouble(ExchangeError):
         super().__init__(text)
         self.kind = kind
 
+    def of_a_bulk_call(self) -> Trouble:
+        """The same, but passing if the session is unknown: that finds out by itself, and is joined again."""
+        return Trouble(Kind.BROKEN, str(self)) if self.kind is Kind.SESSION_UNKNOWN else self
+
     @property
     def passing(self) -> bool:
         """Whether the same call may succeed later."""

@@ -19,6 +19,7 @@ from coordinator.journal import Done, MemoryJournal, RoundRecord
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
 from coordinator.rounds import Policy
+from coordinator.run import Run
 from optim.bits import tally
 from optim.codecs import codec_of
 from optim.mean import F32
@@ -409,14 +410,16 @@ class Site:
 
     def _begin(self) -> Hub:
         return Hub(
-            self._plan,
-            schedule(self.table),
-            timer=self.timer,
-            pool=InlinePool(),
-            tally=tally,
-            journal=self.journal,
-            chunks=self._chunks,
-            tell=self.events.append,
+            Run(
+                self._plan,
+                schedule(self.table),
+                timer=self.timer,
+                pool=InlinePool(),
+                tally=tally,
+                journal=self.journal,
+                chunks=self._chunks,
+                tell=self.events.append,
+            )
         )
 
     def restart(self) -> list[FakeNode]:

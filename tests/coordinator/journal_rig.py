@@ -24,6 +24,7 @@ from coordinator.journal import (
     StartRecord,
 )
 from coordinator.journal_file import FileJournal
+from coordinator.journal_folder import JournalFolder
 
 DEADLINE = 60.0
 START = StartRecord(0, "0" * 32, 0, "d" * 64, 4096)
@@ -53,9 +54,17 @@ class Desk:
             function(*arguments)
 
 
+class WholeJournal(FileJournal):
+    """A journal and its folder, which is closed with it."""
+
+    def close(self) -> None:
+        super().close()
+        self._folder.close()
+
+
 def open_journal(folder: Path, desk: Desk, **choices: Any) -> FileJournal:
     facts = {"run_digest": "run", "table_digest": "tables", "run_toml": RUN_TOML, **choices}
-    return FileJournal.open(folder, post=desk.post, **facts)
+    return WholeJournal(JournalFolder.open(folder, **facts), desk.post)
 
 
 def payload(round_index: int, nbytes: int = 100) -> bytes:

@@ -11,6 +11,7 @@ import torch
 
 from coordinator.hub import Hub
 from coordinator.plan import RunPlan
+from coordinator.run import Run
 from optim.aggregate import ReducerMemory
 from optim.bits import tally
 from optim.reduce import reduce_payloads
@@ -46,9 +47,8 @@ class Site:
     def __init__(self, tables: TableSchedule, weights: Sequence[int] = (1, 1, 1), **plan: Any) -> None:
         self.tables = tables
         self.timer = VirtualTimer()
-        self.hub = Hub(
-            make_plan(nodes=len(weights), **plan), tables, timer=self.timer, pool=InlinePool(), tally=tally
-        )
+        planned = make_plan(nodes=len(weights), **plan)
+        self.hub = Hub(Run(planned, tables, timer=self.timer, pool=InlinePool(), tally=tally))
         self.nodes = [FakeNode(self.hub, weight=weight) for weight in weights]
         self.memory = ReducerMemory()
 

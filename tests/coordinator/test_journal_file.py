@@ -21,11 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from coordinator.journal import JournalError, Kept, MemoryJournal, Recovered, RoundRecord, StartRecord
 from coordinator.journal_file import KEPT_ROUNDS, FileJournal
+from coordinator.journal_folder import JournalFolder
 from coordinator.segments import HEADER_BYTES
 from tests.coordinator.journal_rig import (
     START,
     Desk,
     Disk,
+    WholeJournal,
     commit,
     filled,
     load,
@@ -411,9 +413,8 @@ def test_an_answer_to_a_loop_that_has_closed_is_dropped(tmp_path: Path) -> None:
     def closed(*_: object) -> None:
         raise RuntimeError("Event loop is closed")
 
-    journal = FileJournal.open(
-        tmp_path / "journal", run_digest="run", table_digest="tables", run_toml="", post=closed
-    )
+    folder = JournalFolder.open(tmp_path / "journal", run_digest="run", table_digest="tables", run_toml="")
+    journal: FileJournal = WholeJournal(folder, closed)
     journal.begin(START)
     data = payload(0)
     journal.commit(round_record(0, data), [memoryview(data)], None, lambda error: None)

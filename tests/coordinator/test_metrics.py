@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.hub import Hub
 from coordinator.metrics import Metrics, MetricsError, MetricsServer
+from coordinator.run import Run
 from optim.bits import tally
 from protos.address import Address
 from tests.coordinator.coordinator_rig import (
@@ -39,7 +40,7 @@ def scrape(address: Address) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
 
 async def test_a_run_in_figures() -> None:
     timer, table = VirtualTimer(), voted_table()
-    hub = Hub(make_plan(nodes=2, rounds=3), schedule(table), timer=timer, pool=InlinePool(), tally=tally)
+    hub = Hub(Run(make_plan(nodes=2, rounds=3), schedule(table), timer=timer, pool=InlinePool(), tally=tally))
     metrics = MetricsServer(Metrics(hub), LOOPBACK)
     try:
         before = scrape(metrics.address)
@@ -87,7 +88,7 @@ async def test_a_run_in_figures() -> None:
 
 async def test_nothing_enters_the_global_registry_and_the_port_is_freed() -> None:
     before = {family.name for family in REGISTRY.collect()}
-    hub = Hub(make_plan(), schedule(voted_table()), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
+    hub = Hub(Run(make_plan(), schedule(voted_table()), timer=VirtualTimer(), pool=InlinePool(), tally=tally))
     server = MetricsServer(Metrics(hub), LOOPBACK)
     assert server.address.port
     assert {family.name for family in REGISTRY.collect()} == before
@@ -97,7 +98,7 @@ async def test_nothing_enters_the_global_registry_and_the_port_is_freed() -> Non
 
 
 async def test_a_busy_port_is_named() -> None:
-    hub = Hub(make_plan(), schedule(voted_table()), timer=VirtualTimer(), pool=InlinePool(), tally=tally)
+    hub = Hub(Run(make_plan(), schedule(voted_table()), timer=VirtualTimer(), pool=InlinePool(), tally=tally))
     server = MetricsServer(Metrics(hub), LOOPBACK)
     try:
         with pytest.raises(MetricsError, match=f"{server.address}: the port is in use; choose another"):

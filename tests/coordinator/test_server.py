@@ -18,6 +18,7 @@ from coordinator.hub import Hub
 from coordinator.pacing import Pacer
 from coordinator.pool import ThreadPool
 from coordinator.rounds import Policy
+from coordinator.run import Run
 from coordinator.server import DRAIN_SECONDS, ListenError, Server, serve
 from coordinator.timer import LoopTimer
 from optim.aggregate import ReducerMemory
@@ -204,7 +205,7 @@ async def site(
     made = Site()
     made.table = table or voted_table()
     pool = ThreadPool()
-    made.hub = Hub(make_plan(**plan), schedule(made.table), timer=LoopTimer(), pool=pool, tally=tally)
+    made.hub = Hub(Run(make_plan(**plan), schedule(made.table), timer=LoopTimer(), pool=pool, tally=tally))
     made.server = await serve(made.hub, listen, TOKEN, drain=drain)
     try:
         yield made

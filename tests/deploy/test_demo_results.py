@@ -10,7 +10,8 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from deploy import demo_results
-from deploy.demo_results import Course, EventReader, Results, agreement_of, course_of, with_ring_bytes
+from deploy.demo_results import Course, Results, agreement_of, course_of, with_ring_bytes
+from deploy.event_log import EventReader
 
 PARAMETERS = 4096
 PAYLOAD = PARAMETERS // 8

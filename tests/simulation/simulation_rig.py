@@ -19,8 +19,8 @@ from bench.virtual.schedule import (
     Schedule,
 )
 from bench.virtual.simulate import Outcome
-from coordinator.hub import Hub
 from coordinator.journal import Done, RoundRecord
+from coordinator.run import Run
 from optim.mean import F32
 
 SECONDS = st.sampled_from((0.0, 1.0, 3.0, 8.0, 20.0, 40.0))
@@ -72,6 +72,6 @@ class HastyJournal:
         self._journal.commit(record, payload, memory, lambda error: None)
 
 
-def hasty_hub(*args: Any, journal: Any, **options: Any) -> Hub:
-    """A coordinator that announces before the journal has it."""
-    return Hub(*args, journal=HastyJournal(journal), **options)
+def hasty_run(*args: Any, journal: Any, **options: Any) -> Run:
+    """A run that is announced before the journal has it."""
+    return Run(*args, journal=HastyJournal(journal), **options)

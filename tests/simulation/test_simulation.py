@@ -19,7 +19,7 @@ from bench.virtual.shrink import shrink
 from bench.virtual.simulate import simulate
 from coordinator.leases import Lease, LeaseBook
 from node.exchange.base import RoundOrder
-from tests.simulation.simulation_rig import hasty_hub, schedules, told
+from tests.simulation.simulation_rig import hasty_run, schedules, told
 
 RANDOM = 240  # schedules
 GROUPS = 8
@@ -112,7 +112,7 @@ def rules(schedule: Schedule, **options: object) -> set[str]:
 
 
 def test_a_coordinator_that_announces_too_early_is_caught() -> None:
-    assert "2" in rules(QUIET, make_hub=hasty_hub)
+    assert "2" in rules(QUIET, make_run=hasty_run)
 
 
 def test_a_vote_for_other_samples_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
