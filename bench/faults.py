@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,11 +25,13 @@ from typing import Any, Final
 
 @dataclass(frozen=True)
 class Point:
-    """A function or method, before or after a call of which a process may stop."""
+    """A function or method, before or after a call of which a process may stop; where there is a point
+    ``since``, only once it has come there."""
 
     module: str
     name: str  # dotted
     after: bool = False
+    since: str = ""
 
 
 POINTS: Final[dict[str, Point]] = {
@@ -37,14 +40,14 @@ POINTS: Final[dict[str, Point]] = {
     "computing": Point("node.language", "LanguageModel.loss", after=True),
     "sending": Point("node.exchange.contributor", "Contributor._mark_sent"),  # its last frame is missing
     "waiting": Point("node.exchange.bulk", "_upload", after=True),
-    "receiving": Point("node.exchange.result", "ResultAssembly.add"),
-    "applying": Point("optim.round_optimizer", "RoundOptimizer.apply"),
+    "receiving": Point("node.exchange.result", "ResultAssembly.add", since="sending"),  # and not in a replay
+    "applying": Point("optim.round_optimizer", "RoundOptimizer.apply", since="sending"),
     "uploading": Point("node.exchange.chunks_up", "_load"),  # a chunk, after the header
     "loading": Point("node.exchange.chunks_down", "SnapshotAssembly.add"),
     "replaying": Point("node.exchange.replay", "Replay._fetch"),
     # of the coordinator
     "gathering": Point("coordinator.gathering", "Gathering._returning", after=True),
-    "open": Point("coordinator.active_round", "ActiveRound.begin", after=True),
+    "open": Point("coordinator.open_round", "OpenRound.begin", after=True),
     "delivered": Point("coordinator.active_round", "ActiveRound.delivered", after=True),
     "journaling": Point("coordinator.journal_file", "FileJournal._commit"),  # settled, and not yet on disk
     "journaled": Point("coordinator.journal_file", "FileJournal._commit", after=True),  # and not yet told
@@ -79,7 +82,12 @@ def arm(fault: Fault) -> None:
     """Prepare this process."""
     if fault.point:
         point = POINTS[fault.point]
-        _wrap(point, _stopping(point.after, fault.times))
+        begun = threading.Event()
+        if point.since:
+            _wrap(POINTS[point.since], _noting(begun))
+        else:
+            begun.set()
+        _wrap(point, _stopping(point.after, fault.times, begun))
     if fault.heartbeat:
         _beat(fault.heartbeat)
     if fault.failing:
@@ -103,19 +111,37 @@ def _wrap(point: Point, wrapper: Callable[[Callable[..., Any]], Callable[..., An
     for part in path:
         owner = getattr(owner, part)
     kinds = [owner, *_heirs(owner)] if inspect.isclass(owner) else [owner]
-    for kind in kinds:
-        if name in vars(kind):
-            setattr(kind, name, wrapper(getattr(kind, name)))
+    found = [kind for kind in kinds if name in vars(kind)]
+    if not found:
+        raise AttributeError(f"there is no {point.name} in {point.module} any more")
+    for kind in found:
+        setattr(kind, name, wrapper(getattr(kind, name)))
 
 
 def _heirs(kind: type[Any]) -> list[type[Any]]:
     return [heir for child in kind.__subclasses__() for heir in (child, *_heirs(child))]
 
 
-def _stopping(after: bool, times: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _noting(begun: threading.Event) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrapper(go_on: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(go_on)
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            begun.set()
+            return go_on(*args, **kwargs)
+
+        return calling
+
+    return wrapper
+
+
+def _stopping(
+    after: bool, times: int, begun: threading.Event
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     left = [times]
 
     def come() -> None:
+        if not begun.is_set():
+            return
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The round in flight: contributions come in, pieces are reduced once complete, a verdict closes it.
+"""A round at the hub: contributions come in, pieces are reduced once complete, a verdict closes it.
 
 Reduction is speculative: pieces are made and sent as soon as every member that is still waited for has
 delivered them. If the set of voters changes after pieces have been sent, they are void and a new attempt
@@ -14,30 +14,20 @@ from coordinator.contribution import Contribution, check_header
 from coordinator.journal import Done
 from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member
-from coordinator.ramp import ramped
-from coordinator.reducer import Reduction
+from coordinator.open_round import Made, OpenRound
 from coordinator.reducing import Reducing
-from coordinator.refusal import DUPLICATE, WRONG_ROUND, Refused
-from coordinator.result import Result
-from coordinator.rounds import Policy, RoundView, Seat, State, Verdict, decide
-from coordinator.timer import Alarm, Timer
-from optim.aggregate import Aggregation, casting_voter
+from coordinator.rounds import Policy, State, Verdict
+from coordinator.timer import Timer
+from optim.aggregate import Aggregation
+from optim.reduction import INLINE_BYTES, Reduction
 from protos.atoll_pb2 import ContributionHeader
-from protos.buckets import BucketTable
+from protos.refusal import DUPLICATE, WRONG_ROUND, Refused
 
-INLINE_BYTES: Final = 256 << 10  # of votes: less than a millisecond of work is done at once
-MAX_ALARM_DELAY: Final = 1.0  # seconds; more means that the process was stopped or starved
 MAX_BROKEN_STREAMS: Final = 3  # of one member in one round; then it is not waited for
 
 
-class ActiveRound:
-    """One round from its opening to its commit.
-
-    A round that is to be committed is given to ``keep`` first, which makes it last and then calls the
-    function that it is given, with an error if that failed: a commit is not announced before. ``on_close`` is
-    called exactly once, on the event loop, with the closing verdict, and never after :meth:`stop`; after a
-    commit the result is complete and valid by then.
-    """
+class ActiveRound(OpenRound):
+    """A round whose contributions come to the coordinator, which reduces them; see :class:`OpenRound`."""
 
     def __init__(
         self,
@@ -48,61 +38,24 @@ class ActiveRound:
         policy: Policy,
         reducing: Reducing,
         timer: Timer,
-        on_close: Callable[[ActiveRound, Verdict], None],
-        keep: Callable[[ActiveRound, Done], None] = lambda active, done: done(None),
+        on_close: Callable[[OpenRound, Verdict], None],
+        keep: Callable[[OpenRound, Done], None] = lambda active, done: done(None),
     ) -> None:
-        self.round = round_index
-        self.epoch = epoch
-        self.members = {member.node: member for member in members}
-        self.result = Result(round_index, epoch)
-        self.opened_at = timer.now()
-        self.first_at: float | None = None
-        self.whole_at: list[float] = []  # when each contribution was there
-        self.verdict: Verdict | None = None  # the closing one
-        self._policy = policy
+        super().__init__(
+            round_index,
+            epoch,
+            members,
+            policy=policy,
+            table=reducing.table,
+            timer=timer,
+            on_close=on_close,
+            keep=keep,
+        )
         self._shared = reducing
-        self._timer = timer
-        self._on_close = on_close
-        self._keep = keep
-        self._alarm: Alarm | None = None
-        self._alarm_at = 0.0
         self._reduction: Reduction | None = None
-        self._voters: tuple[str, ...] = ()  # of the reduction
         self._busy = False
-        self._closed = False
-
-    @property
-    def missing(self) -> int:
-        """Members from whom a contribution may still come."""
-        return sum(member.live and member.pending for member in self.members.values())
-
-    @property
-    def closing(self) -> bool:
-        """Whether it is decided who counts, though it is not announced yet: nobody can come in any more."""
-        return self.verdict is not None
-
-    @property
-    def settled(self) -> bool:
-        """Whether it has come to a result, announced or not."""
-        return self.result.settled
-
-    @property
-    def table(self) -> BucketTable:
-        """What travels in this round."""
-        return self._shared.table
 
     # --------------------------------------------------------------------------------------------- events
-
-    def begin(self) -> None:
-        """Start the clock."""
-        self._voters = self._likely_voters()
-        self._settle()
-
-    def expect(self, node: str) -> None:
-        """A member that lagged is behind no more and is waited for."""
-        member = self.members[node]
-        if member.state is State.LAGGING and self.verdict is None:
-            self._change(member, State.EXPECTED)
 
     def accept(self, node: str, header: ContributionHeader, lane: LaneLayout) -> Contribution | None:
         """A member's stream announces its contribution, or a lane of it; ``None`` if it has nothing to take.
@@ -128,8 +81,7 @@ class ActiveRound:
         check_header(header, self.table, lane, member.weight)
         if header.abstain:
             if not delivered:
-                member.reason = header.reason[:256]
-                self._exclude(member, State.ABSTAINED)
+                self.abstain(node, header.reason)
             return None
         if lane.idle:
             return None
@@ -143,10 +95,7 @@ class ActiveRound:
         if contribution not in member.lanes:
             return
         if contribution.complete and member.lanes.complete and member.pending:
-            now = self._timer.now()
-            self.first_at = now if self.first_at is None else self.first_at
-            self.whole_at.append(now)
-            self._change(member, State.COMPLETE)
+            self._arrived(member)
         else:
             self._advance()
 
@@ -170,151 +119,7 @@ class ActiveRound:
         elif node in self._voters:
             self._form(self._voters)  # a part of the row will be written again
 
-    def returned(self, node: str, weight: int) -> bool:
-        """A member whose session had ended is back, under the same name; whether it has its seat again."""
-        member = self.members.get(node)
-        if member is None or member.live or self.closing or member.weight != weight:
-            return False
-        if member.state not in (State.GONE, State.COMPLETE):
-            return False
-        member.live = True
-        if member.state is State.GONE:
-            member.lanes.clear()
-            member.state = State.EXPECTED
-        self._change(member, member.state)
-        return not self.closing
-
-    def departed(self, node: str) -> None:
-        """A member's session ended."""
-        member = self.members.get(node)
-        if member is None or not member.live:
-            return
-        member.live = False
-        self._change(member, member.state if member.state is State.COMPLETE else State.GONE)
-
-    def stop(self, error: Refused) -> None:
-        """End without a result."""
-        if not self.result.committed:
-            self._finish()
-            self.result.fail(error)
-
-    # --------------------------------------------------------------------------------------------- decisions
-
-    def view(self) -> RoundView:
-        """What the verdict is made of."""
-        seats = tuple(Seat(member.node, member.state, member.live) for member in self.members.values())
-        return RoundView(self.round, seats, self.opened_at, self.first_at, self._timer.now())
-
-    def waiting(self) -> str:
-        """In words, what the round waits for."""
-        return self.verdict.reason if self.verdict else decide(self.view(), self._policy).reason
-
-    def _exclude(self, member: Member, state: State) -> None:
-        """A member has nothing to count any more; what its streams still bring goes nowhere."""
-        member.lanes.clear()
-        self._change(member, state)
-
-    def _change(self, member: Member, state: State) -> None:
-        member.state = state
-        if self.verdict is None:
-            voters = self._likely_voters()
-            if voters != self._voters:
-                self._form(voters)
-        self._advance()
-        self._settle()
-
-    def _settle(self) -> None:
-        if self._closed:
-            return
-        if self.verdict is not None:
-            self._close_if_reduced()
-            return
-        verdict = decide(self.view(), self._policy)
-        if verdict.action == "wait":
-            self._wake_at(verdict.until)
-            return
-        self.verdict = verdict
-        if verdict.action == "fail":
-            self._finish()
-            self._on_close(self, verdict)
-            return
-        if verdict.voters != self._voters:
-            self._form(verdict.voters)
-        self._advance()
-        self._close_if_reduced()
-
-    def _wake_at(self, until: float | None) -> None:
-        if until is None or (self._alarm is not None and self._alarm_at == until):
-            return
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm_at = until
-        self._alarm = self._timer.call_at(until, self._rang)
-
-    def _rang(self) -> None:
-        self._alarm = None
-        slept = self._timer.now() - self._alarm_at
-        if slept > MAX_ALARM_DELAY:  # this process did not run: what came meanwhile is still to be read
-            extra = slept + MAX_ALARM_DELAY
-            self.opened_at += extra
-            self.first_at = None if self.first_at is None else self.first_at + extra
-        self._settle()
-
-    def _close_if_reduced(self) -> None:
-        verdict = self.verdict
-        if verdict is None or self._closed:
-            return
-        if not verdict.voters:
-            self.result.restart()
-            self._commit(verdict, "", {})
-        elif self._reduction is not None and self._reduction.done and not self._busy:
-            shares = self._reduction.agreement(self._shared.padding)
-            self._reduction.commit()
-            self._commit(verdict, self._reduction.digest(), dict(zip(verdict.voters, shares, strict=True)))
-
-    def _commit(self, verdict: Verdict, digest: str, agreement: dict[str, float]) -> None:
-        self._finish()
-        self.result.settle(
-            verdict.voters,
-            self._weights(verdict.voters),
-            casting=casting_voter(self.round, len(verdict.voters)),
-            nbytes=self.table.result_nbytes if verdict.voters else 0,
-            digest=digest,
-            reason=verdict.reason,
-            agreement=agreement,
-        )
-
-        def kept(error: BaseException | None) -> None:
-            if self.result.error is not None:
-                return  # stopped meanwhile: whoever goes on with the journal tells the nodes
-            if error is not None:
-                self.verdict = Verdict("fail", str(error))
-            else:
-                self.result.commit()
-            self._on_close(self, self.verdict or verdict)
-
-        self._keep(self, kept)
-
-    def _finish(self) -> None:
-        self._closed = True
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-
     # --------------------------------------------------------------------------------------------- reduction
-
-    def _likely_voters(self) -> tuple[str, ...]:
-        """Who will decide the round if everybody who is waited for delivers."""
-        return tuple(
-            member.node
-            for member in self.members.values()
-            if member.state in (State.EXPECTED, State.COMPLETE)
-        )
-
-    def _weights(self, voters: Iterable[str]) -> list[int]:
-        """Of their votes."""
-        members = [self.members[node] for node in voters]
-        return ramped([member.weight for member in members], [member.share for member in members])
 
     def _form(self, voters: tuple[str, ...]) -> None:
         """Start the reduction afresh for ``voters``."""
@@ -348,6 +153,14 @@ class ActiveRound:
             lambda frames, error: self._reduced(reduction, frames, error),
         )
 
+    def _made(self, voters: tuple[str, ...]) -> Made | None:
+        reduction = self._reduction
+        if reduction is None or not reduction.done or self._busy:
+            return None
+        shares = reduction.agreement(self._shared.padding)
+        reduction.commit()
+        return Made(reduction.digest(), dict(zip(voters, shares, strict=True)))
+
     def _begin_reduction(self) -> Reduction:
         members = [self.members[node] for node in self._voters]
         aggregation = Aggregation(
@@ -357,7 +170,7 @@ class ActiveRound:
             tally=self._shared.tally,
             memory=self._shared.memory,
             weights=self._weights(self._voters),
-            mean_weights=[member.weight * member.samples for member in members],
+            mean_weights=self._mean_weights(self._voters),
         )
         self._reduction = Reduction(
             self._shared.pieces,
@@ -374,9 +187,7 @@ class ActiveRound:
             return
         current = reduction is self._reduction  # another attempt may have read rows that were written again
         if error is not None and current:
-            self.verdict = Verdict("fail", f"the reducer failed in round {self.round + 1}: {error!r}")
-            self._finish()
-            self._on_close(self, self.verdict)
+            self._fail(f"the reducer failed in round {self.round + 1}: {error!r}")
             return
         if current:
             self.result.extend(frames or [])

@@ -6,6 +6,7 @@ import xxhash
 
 from coordinator.lane_layout import LaneLayout
 from coordinator.result import Result
+from protos.frame_log import FrameReader
 from protos.wire import CHUNK, RESTART, decode_frame, encode_frame
 
 
@@ -24,24 +25,20 @@ class Delivery:
         self.served = False
         self._lane = lane
         self._node = node
-        self._attempt = 0
-        self._cursor = 0  # into the result's frames
+        self._reader = FrameReader(result)
         self._hasher = xxhash.xxh3_128()
         self._sent = 0  # bytes of this attempt
 
     def next(self) -> bytes | None:
         """The next frame if there is one now."""
         result = self.result
-        if result.attempt != self._attempt:
-            self._attempt = result.attempt
-            self._cursor = self._sent = 0
-            self._hasher.reset()
-            return encode_frame(RESTART, attempt=result.attempt)
-        while self._cursor < len(result.frames):
-            frame = self._own(result.frames[self._cursor])
-            self._cursor += 1
-            if frame is not None:
+        while (frame := self._reader.next()) is not None:
+            if decode_frame(frame).kind == RESTART:
+                self._sent = 0
+                self._hasher.reset()
                 return frame
+            if (own := self._own(frame)) is not None:
+                return own
         if result.committed and not self.served:
             self.served = True
             if not self._lane.part:

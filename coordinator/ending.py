@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from coordinator.events import CoordinatorStopped
 from coordinator.nodes import Node
-from coordinator.refusal import Refused
+from protos.refusal import Refused
 
 if TYPE_CHECKING:
     from coordinator.run import Run

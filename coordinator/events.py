@@ -83,6 +83,16 @@ class NodeReported:
 
 
 @dataclass(frozen=True)
+class TopologyMade:
+    """It is settled anew who reduces what, as the nodes or the ways between them have changed."""
+
+    number: int
+    round: int  # the next to commit
+    reducers: tuple[str, ...]  # none: everything goes to the coordinator
+    reason: str
+
+
+@dataclass(frozen=True)
 class RoundOpened:
     """A round has been opened; it waits ``deadline`` seconds after its first contribution."""
 
@@ -195,6 +205,7 @@ Event: TypeAlias = (
     | NodeRejoined
     | NodeLeft
     | NodeReported
+    | TopologyMade
     | RoundOpened
     | RoundCommitted
     | CatchUpPlanned

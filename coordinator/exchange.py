@@ -11,9 +11,9 @@ from coordinator.contribution import Contribution, parse_header
 from coordinator.delivery import Delivery
 from coordinator.lane_layout import LaneLayout
 from coordinator.nodes import Node
-from coordinator.refusal import BAD_FRAME, BROKEN, OVERSIZED, TRUNCATED, Refused
 from coordinator.result import Result
 from protos.atoll_pb2 import ContributionHeader
+from protos.refusal import BAD_FRAME, BROKEN, OVERSIZED, TRUNCATED, Refused
 from protos.wire import END, HEADER, MAX_MESSAGE_BYTES, FrameError, decode_frame
 
 

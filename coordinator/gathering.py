@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETURN_SECONDS: Final = 120.0  # for a node that was cut off to come back when nobody else is left
-BACK_SECONDS: Final = 30.0  # for the other members after a restart, once one of them is back
+BACK_SECONDS: Final = 15.0  # for the other members after a restart; nodes try again at least every ten
 
 
 class Gathering:
@@ -81,7 +81,9 @@ class Gathering:
         run = self._run
         back = [name for name in self.awaited if self._back(run.registry.get(name))]
         self._tell_awaited(len(back))
-        if len(back) == len(self.awaited):
+        if len(back) == len(self.awaited) or (
+            back and all(map(self._said_goodbye, {*self.awaited} - {*back}))
+        ):
             self._go_on()
         elif run.registry.in_session():
             self._set_alarm(min(run.plan.policy.start_timeout, BACK_SECONDS))
@@ -102,6 +104,10 @@ class Gathering:
         if node is None or not node.in_session:
             return False
         return self._run.newcomers.ready(node) or node.claim.round > self._run.round
+
+    def _said_goodbye(self, name: str) -> bool:
+        node = self._run.registry.last(name)
+        return node is not None and node.state == "left" and node.left_cleanly
 
     def _go_on(self) -> None:
         run, names = self._run, self.awaited
@@ -166,7 +172,7 @@ class Gathering:
         elif run.registry.left and all(node.left_cleanly for node in run.registry.left) and not joiners:
             run.stop(run.reason)
         else:
-            self._set_alarm(min(run.plan.policy.start_timeout, RETURN_SECONDS))
+            self._set_alarm(RETURN_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ alarms
 

@@ -6,7 +6,6 @@ calls of this object and refusals into its own status codes.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -16,22 +15,18 @@ from coordinator.admission import RunFacts, refusal
 from coordinator.ending import ENDED
 from coordinator.exchange import Exchange
 from coordinator.intake import Intake
-from coordinator.nodes import Node, Outbox
+from coordinator.nodes import Node, Outbox, session_secret
 from coordinator.pacing import Pacer, exchanging
 from coordinator.partial_snapshot import Upload
-from coordinator.refusal import (
-    BAD_MESSAGE,
-    BAD_SESSION,
-    JOIN,
-    SECOND_SESSION,
-    Refused,
-)
+from coordinator.probing import Probing
 from coordinator.replay import replay
 from coordinator.run import Run
+from coordinator.sliced_round import SlicedRound
 from coordinator.start import Claim, choose
 from coordinator.status import status_of
 from coordinator.sweeping import sweep
 from coordinator.timer import Alarm
+from coordinator.tunnels import TunnelEnd, Tunnels
 from protos.atoll_pb2 import (
     ChunksRequest,
     GetRunReply,
@@ -41,6 +36,13 @@ from protos.atoll_pb2 import (
     NodeMessage,
     ResultsRequest,
     StatusReply,
+)
+from protos.refusal import (
+    BAD_MESSAGE,
+    BAD_SESSION,
+    JOIN,
+    SECOND_SESSION,
+    Refused,
 )
 from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, SESSION_UNKNOWN
 
@@ -55,7 +57,7 @@ class Hub:
     """One run and the nodes that take part in it.
 
     Lives on one event loop; nothing here is thread-safe. All refusals are
-    :class:`~coordinator.refusal.Refused`.
+    :class:`~protos.refusal.Refused`.
 
     Args:
         run: whose nodes they are; its plan, tables and timer are the hub's too.
@@ -71,8 +73,11 @@ class Hub:
             now=run.now,
             exchanging=lambda: exchanging(run),
             moved=lambda: self.bytes_in + self.bytes_out,
+            members=lambda: len(run.registry.roster.members),
             patience=run.plan.stall / 4,
         )
+        self.tunnels = Tunnels()
+        self.probing = Probing(run, self.pacer)
         self._timer = run.timer
         self._sessions: dict[str, Node] = {}  # by secret
         self._sweep_due = 0.0
@@ -132,6 +137,8 @@ class Hub:
         node = self._admitted(request, address, former)
         run.registry.nodes[node.node] = node
         self._sessions[node.secret] = node
+        if request.HasField("endpoint"):
+            run.mesh.announced(node, request.endpoint)
         return JoinReply(
             node=node.node,
             session=node.secret,
@@ -154,7 +161,7 @@ class Hub:
             node=name,
             name=request.name,
             address=address,
-            secret=secrets.token_hex(16),
+            secret=session_secret(request.former if former is not None else ""),
             weight=request.weight,
             claim=Claim(
                 name,
@@ -224,15 +231,35 @@ class Hub:
         elif kind == "ready":
             if self.run.ready(node, message.ready):
                 self.count(BAD_MESSAGE)
+        elif kind in ("endpoint", "slice_news", "slice_trouble", "abstention", "holding"):
+            self._between_nodes(node, message, kind)
         elif kind == "leave":
             self.close_session(node, message.leave.reason[:256] or "it left", cleanly=True)
         elif kind is None:
             self.count(BAD_MESSAGE)
 
+    def _between_nodes(self, node: Node, message: NodeMessage, kind: str) -> None:
+        """What concerns rounds whose slices travel between nodes."""
+        active = self.run.active
+        if kind == "endpoint":
+            self.run.mesh.announced(node, message.endpoint)
+        elif not isinstance(active, SlicedRound):
+            return  # of a round that is over
+        elif kind == "slice_news":
+            active.news(node.node, message.slice_news)
+        elif kind == "slice_trouble" and message.slice_trouble.round == active.round:
+            trouble = message.slice_trouble
+            active.trouble(node.node, trouble.slice, trouble.topology, trouble.reason)
+        elif kind == "abstention" and message.abstention.round == active.round:
+            active.abstain(node.node, message.abstention.reason)
+        elif kind == "holding" and message.holding.round == active.round:
+            active.holding(node.node, message.holding.digest)
+
     def close_session(self, node: Node, reason: str, *, cleanly: bool = False) -> None:
         """The session is over, ``cleanly`` if the node said so; harmless when it already was."""
         self._sessions.pop(node.secret, None)
         self.run.departed(node, reason, cleanly=cleanly)
+        self.tunnels.drop(node)
 
     # --------------------------------------------------------------------------------------------- exchanges
 
@@ -244,6 +271,17 @@ class Hub:
         exchange = Exchange(node, self._intake, discards=discards)
         node.exchanges.append(exchange)
         return exchange
+
+    def tunnel(self, node: Node, *, to: str, key: str) -> TunnelEnd:
+        """A node's end of the tunnel to which it was called by ``key``, or, without one, of a new one to the
+        node ``to``."""
+        try:
+            if key:
+                return self.tunnels.answer(node, key)
+            return self.tunnels.call(node, self.run.registry.get(to), to)
+        except Refused as refused:
+            self.count(refused.kind)
+            raise
 
     def count(self, kind: str) -> None:
         """Count a refused or ignored message."""
@@ -291,6 +329,7 @@ class Hub:
 
     def close(self) -> None:
         """Stop the sweeping."""
+        self.run.mesh.close()
         if self._alarm is not None:
             self._alarm.cancel()
 

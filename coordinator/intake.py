@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from coordinator.active_round import ActiveRound
 from coordinator.ending import ENDED
 from coordinator.lane_layout import LaneLayout, layout_of
-from coordinator.refusal import (
+from coordinator.run import Run
+from protos.atoll_pb2 import ContributionHeader
+from protos.refusal import (
     DUPLICATE,
     FELL_BEHIND,
     LATE,
@@ -15,8 +18,6 @@ from coordinator.refusal import (
     WRONG_ROUND,
     Refused,
 )
-from coordinator.run import Run
-from protos.atoll_pb2 import ContributionHeader
 from protos.wire import SESSION_UNKNOWN
 
 if TYPE_CHECKING:
@@ -62,10 +63,19 @@ class Intake:
                 f"{node.node} is not in the roster of round {active.round + 1} (epoch {active.epoch})",
                 "FAILED_PRECONDITION",
             )
-        exchange.attach(active.result, active)  # before an abstention closes the round
+        at_hub = active if isinstance(active, ActiveRound) else None
+        exchange.attach(active.result, at_hub)  # before an abstention closes the round
         if active.closing and exchange.contributes:
             run.count(LATE)
             return
+        if not isinstance(active, ActiveRound):
+            if exchange.contributes:
+                raise Refused(
+                    WRONG_ROUND,
+                    f"the slices of round {active.round + 1} travel between nodes",
+                    "FAILED_PRECONDITION",
+                )
+            return  # it asks for the commit
         try:
             exchange.contribution = active.accept(node.node, header, lane)
         except Refused as refusal:
@@ -110,7 +120,7 @@ class Intake:
         run, node = self._run, exchange.node
         run.count(refusal.kind)
         active = exchange.round if exchange.result is not None else run.active
-        if active is not None and active is run.active and node.node in active.members:
+        if isinstance(active, ActiveRound) and active is run.active and node.node in active.members:
             active.refuse(node.node, exchange.contribution)
 
     def ignored(self, exchange: Exchange) -> None:

@@ -30,7 +30,8 @@ class JournalError(RuntimeError):
 class NodeRecord:
     """A member of the roster, as far as a restarted coordinator needs it.
 
-    ``secret`` is the sha256 (hex) of its session's secret: the journal lets nobody in.
+    ``secret`` is the sha256 (hex) of what the secrets of its sessions have in common: the journal lets nobody
+    in.
     """
 
     node: str
@@ -48,6 +49,16 @@ class RosterRecord:
 
 
 @dataclass(frozen=True)
+class SliceRecord:
+    """Bytes ``start`` to ``end`` of a result that lies at nodes: their xxh3_128 and who has made them."""
+
+    start: int
+    end: int
+    digest: bytes
+    reducer: str
+
+
+@dataclass(frozen=True)
 class RoundRecord:
     """A committed round.
 
@@ -61,6 +72,7 @@ class RoundRecord:
         frontier: no sample from there on was leased up to the round's end.
         returned: (first sample, samples) below the frontier that are still to be trained.
         at: seconds since 1970.
+        slices: of a result that lies at nodes: the journal has no payload then.
     """
 
     round: int
@@ -76,6 +88,7 @@ class RoundRecord:
     frontier: int
     returned: tuple[tuple[int, int], ...]
     at: float = 0.0
+    slices: tuple[SliceRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,8 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class Kept:
-    """A result that the journal holds: its round, and the payload of ``record.nbytes``."""
+    """A result that the journal holds: its round, and the payload of ``record.nbytes``; empty where that lies
+    at nodes."""
 
     record: RoundRecord
     payload: bytes
@@ -165,7 +179,8 @@ class Journal(Protocol):
         ...
 
     def first_kept(self, end: int) -> int:
-        """The first round from which on all results before ``end`` can be loaded; ``end``: none can."""
+        """The first round from which on the payloads of all results before ``end`` can be loaded; ``end``:
+        none can."""
         ...
 
     def load(self, round_index: int, done: Loaded) -> None:
@@ -253,7 +268,7 @@ class MemoryJournal:
 
     def first_kept(self, end: int) -> int:
         """See :class:`Journal`."""
-        while end - 1 in self.rounds:
+        while (kept := self.rounds.get(end - 1)) is not None and not kept.record.slices:
             end -= 1
         return end
 

@@ -88,7 +88,7 @@ class FileJournal:
         kept = self._kept
 
         def finished(error: JournalError | None) -> None:
-            if error is None:
+            if error is None and not record.slices:
                 kept.add(record.round, record.round + 1)
             done(error)
 
@@ -132,8 +132,9 @@ class FileJournal:
         if not self._begun or record.round != self._next:
             raise ValueError(f"round {record.round} is not the next of the journal, {self._next}")
         nbytes = sum(piece.nbytes for piece in payload)
-        if nbytes != record.nbytes:
-            raise ValueError(f"the result of round {record.round} has {nbytes} bytes, not {record.nbytes}")
+        expected = 0 if record.slices else record.nbytes
+        if nbytes != expected:
+            raise ValueError(f"the result of round {record.round} has {nbytes} bytes here, not {expected}")
 
     # -------------------------------------------------------------------------------- the thread's side
 
@@ -189,7 +190,7 @@ class FileJournal:
     ) -> None:
         folder, tables = self._folder, self._folder.tables
         digest = folder.memories.store(record.round, memory) if memory else ""
-        place = folder.segments.append(record.round, payload) if record.nbytes else None
+        place = folder.segments.append(record.round, payload) if payload else None
         with tables.transaction(durable=True):
             tables.put_round(record, place)
             if memory:
@@ -225,7 +226,7 @@ class FileJournal:
         tables = self._folder.tables
         try:
             row = tables.round(round_index)
-            if row is None or (row.place is None and row.record.nbytes):
+            if row is None or (row.place is None and row.record.nbytes and not row.record.slices):
                 return None
             if row.place is None:
                 return Kept(row.record, b"")

@@ -194,6 +194,7 @@ class JournalFolder:
             raise damaged(self.path, problem)
         self.forget = int(meta.get("forget", 0))
         self.ended = "ended" in meta
+        tables.upgrade()
 
     def _recover(self) -> None:
         notes = self._mend_results()

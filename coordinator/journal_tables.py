@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.journal import NodeRecord, RosterRecord, RoundRecord, StartRecord
+from coordinator.journal import NodeRecord, RosterRecord, RoundRecord, SliceRecord, StartRecord
 from coordinator.ranges import Range
 from coordinator.segments import HEADER_BYTES, Place
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 KEPT_ROSTERS: Final = 4096
 KEPT_MEMORIES: Final = 2  # the newest may be damaged by what ended the machine
 BUSY_SECONDS: Final = 10.0
@@ -35,7 +35,7 @@ CREATE TABLE rounds (
     round INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, voters TEXT NOT NULL, weights TEXT NOT NULL,
     casting INTEGER NOT NULL, nbytes INTEGER NOT NULL, digest TEXT NOT NULL, reason TEXT NOT NULL,
     agreement TEXT NOT NULL, frontier INTEGER NOT NULL, returned TEXT NOT NULL, at REAL NOT NULL,
-    segment INTEGER, place INTEGER, lost INTEGER NOT NULL DEFAULT 0);
+    segment INTEGER, place INTEGER, lost INTEGER NOT NULL DEFAULT 0, slices TEXT NOT NULL DEFAULT '[]');
 CREATE INDEX rounds_of_segment ON rounds (segment) WHERE segment IS NOT NULL;
 CREATE TABLE leases (
     round INTEGER NOT NULL, slot INTEGER NOT NULL, node TEXT NOT NULL, start INTEGER NOT NULL,
@@ -51,7 +51,7 @@ CREATE TABLE memories (round INTEGER PRIMARY KEY, digest TEXT NOT NULL);
 _OF_A_RUN: Final = ("start", "rosters", "rounds", "leases", "digests", "skips", "memories")
 _ROUND: Final = (
     "round, epoch, voters, weights, casting, nbytes, digest, reason, agreement, frontier, returned, at, "
-    "segment, place, lost"
+    "segment, place, lost, slices"
 )
 _KEPT: Final = "(segment IS NOT NULL OR nbytes = 0)"
 
@@ -72,6 +72,10 @@ class Tables:
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         self._db = _reader(path) if read_only else _writer(path)
+        self._columns = _ROUND
+        found = {row[1] for row in self._db.execute("PRAGMA table_info(rounds)")}
+        if found and "slices" not in found:  # written in format 1
+            self._columns = _ROUND.replace("slices", "'[]'")
 
     @property
     def created(self) -> bool:
@@ -86,6 +90,15 @@ class Tables:
                 self._db.execute(statement)
             values = [text for item in meta.items() for text in item]
             self._db.execute(f"INSERT INTO meta VALUES {rows}", values)
+
+    def upgrade(self) -> None:
+        """Bring tables that were written in format 1 into the present one."""
+        if self._columns == _ROUND:
+            return
+        with self.transaction(durable=True):
+            self._db.execute("ALTER TABLE rounds ADD COLUMN slices TEXT NOT NULL DEFAULT '[]'")
+            self.set_meta("format", str(FORMAT))
+        self._columns = _ROUND
 
     def problem(self) -> str:
         """What is wrong with the file, in SQLite's words; empty if nothing."""
@@ -155,8 +168,10 @@ class Tables:
             record.at,
             None if place is None else place.segment,
             None if place is None else place.offset,
+            json.dumps([[part.start, part.end, part.digest.hex(), part.reducer] for part in record.slices]),
         )
-        self._db.execute(f"INSERT INTO rounds VALUES ({', '.join('?' * len(values))}, 0)", values)
+        marks = ", ".join("?" * (len(values) - 1))
+        self._db.execute(f"INSERT INTO rounds VALUES ({marks}, 0, ?)", values)
         self._db.executemany(
             "INSERT INTO leases VALUES (?, ?, ?, ?, ?)",
             [(record.round, slot, *lease) for slot, lease in enumerate(record.trained)],
@@ -216,12 +231,14 @@ class Tables:
 
     def round(self, round_index: int) -> Row | None:
         """A round, if it is there."""
-        values = self._db.execute(f"SELECT {_ROUND} FROM rounds WHERE round = ?", (round_index,)).fetchone()
+        values = self._db.execute(
+            f"SELECT {self._columns} FROM rounds WHERE round = ?", (round_index,)
+        ).fetchone()
         return None if values is None else self._row(values)
 
     def rounds(self) -> Iterator[Row]:
         """All rounds in order."""
-        for values in self._db.execute(f"SELECT {_ROUND} FROM rounds ORDER BY round"):
+        for values in self._db.execute(f"SELECT {self._columns} FROM rounds ORDER BY round"):
             yield self._row(values)
 
     def last_round(self) -> int | None:
@@ -280,7 +297,7 @@ class Tables:
         index, epoch, voters, weights, casting, nbytes, digest, reason, agreement, frontier, returned = (
             values[:11]
         )
-        at, segment, offset, lost = values[11:]
+        at, segment, offset, lost, slices = values[11:]
         leases = self._db.execute(
             "SELECT node, start, count FROM leases WHERE round = ? ORDER BY slot", (index,)
         )
@@ -298,6 +315,10 @@ class Tables:
             frontier=frontier,
             returned=tuple((int(start), int(count)) for start, count in json.loads(returned)),
             at=at,
+            slices=tuple(
+                SliceRecord(int(start), int(end), bytes.fromhex(digest), str(reducer))
+                for start, end, digest, reducer in json.loads(slices)
+            ),
         )
         place = None if segment is None else Place(segment, offset, nbytes)
         return Row(record, place, bool(lost))

@@ -11,9 +11,9 @@ import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from coordinator.refusal import BAD_LANE, Refused
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
+from protos.refusal import BAD_LANE, Refused
 
 
 class Ranges:

@@ -7,9 +7,9 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from coordinator.refusal import BAD_TRANSFER, OVERSIZED, Refused
 from protos.atoll_pb2 import ChunksHeader, Manifest
 from protos.digests import combine, pieces_digest, tensor_nbytes
+from protos.refusal import BAD_TRANSFER, OVERSIZED, Refused
 from protos.snapshots import chunks
 from protos.wire import CHUNK_BYTES, HEADER, MAX_HEADER_BYTES, Frame
 

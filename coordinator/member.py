@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from coordinator.contribution import Contribution
 from coordinator.lane_layout import LaneLayout
 from coordinator.ramp import FULL, Share
-from coordinator.refusal import BAD_LANE, Refused
 from coordinator.rounds import State
 from optim.aggregate import Bytes
 from protos.buckets import BucketTable
+from protos.refusal import BAD_LANE, Refused
 
 
 class Lanes:

@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from coordinator.hub import Hub
-from coordinator.refusal import DIGEST_MISMATCH
 from protos.address import Address
+from protos.refusal import DIGEST_MISMATCH
 
 _BUCKETS: Final = (
     0.002,

@@ -15,10 +15,10 @@ from coordinator.catchup import CatchUp, plan
 from coordinator.ending import ENDED
 from coordinator.events import CatchUpPlanned
 from coordinator.nodes import Node, NodeState
-from coordinator.refusal import DIGEST_MISMATCH
 from coordinator.snapshots import Snapshot
 from coordinator.start import choose
 from protos.atoll_pb2 import CoordinatorMessage, LoadState, Ready, Replay
+from protos.refusal import DIGEST_MISMATCH
 
 if TYPE_CHECKING:
     from coordinator.run import Run
@@ -82,8 +82,8 @@ class Newcomers:
         )
 
     def seat(self) -> bool:
-        """Make members of those who are ready, and give the others their next orders; whether the roster, or
-        the secret of a member, has changed."""
+        """Make members of those who are ready, and give the others their next orders; whether the roster has
+        changed."""
         run, ready = self._run, []
         for node in run.registry.joiners():
             if not self.ready(node):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -59,6 +60,21 @@ class Outbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def session_secret(former: str = "") -> str:
+    """A new secret, for the next session of the node that had the ``former`` one.
+
+    Its first half stays. A coordinator knows by it who comes back, whichever of a node's sessions was the
+    last that it heard of, and the last that was noted: its predecessor may have died before it could note
+    the newest, or have noted one that never reached the node.
+    """
+    return f"{lasting(former) or secrets.token_hex(16)}-{secrets.token_hex(16)}"
+
+
+def lasting(secret: str) -> str:
+    """The part of a session's secret that all sessions of a node have in common."""
+    return secret.partition("-")[0]
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ from coordinator.chunk_store import ChunkStore, ChunkStoreError, StoredState
 from coordinator.manifest import check_manifest, digesting, manifest_of, parse_chunks_header
 from coordinator.pool import in_background, in_pool
 from coordinator.reducing import Pool
-from coordinator.refusal import BAD_TRANSFER, OVERSIZED, Refused
 from protos.atoll_pb2 import ChunksEnd, ChunksHeader, Manifest
+from protos.refusal import BAD_TRANSFER, OVERSIZED, Refused
 from protos.snapshots import chunk_bytes, chunk_range, chunks
 from protos.wire import (
     CHUNK,

@@ -36,6 +36,7 @@ class RunPlan:
         momentum: behind the votes; 0: a newcomer's vote weighs in full at once.
         snapshot_every: rounds between two snapshots of the shared state; 0: as the results since then ask.
         data_digest: what nodes' data must be; empty = the first node's.
+        transport: what carries the bytes of a round, see the run file's [exchange].
     """
 
     name: str
@@ -57,6 +58,7 @@ class RunPlan:
     adaptive: bool = True
     snapshot_every: int = 0
     data_digest: str = ""
+    transport: str = "hub"
 
     def samples(self, round_index: int, batch: int = 0) -> int:
         """Sequences that a node reads in a round, with a ``batch`` of its own if that is not 0."""
@@ -92,4 +94,5 @@ class RunPlan:
             momentum=momentum_of(method),
             adaptive=run_file.round.adaptive,
             snapshot_every=snapshot_every,
+            transport=run_file.exchange.transport,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from coordinator.journal import RoundRecord
+from coordinator.journal import RoundRecord, SliceRecord
 from coordinator.leases import Lease, LeaseBook
 from coordinator.result import Result
 
@@ -34,4 +34,5 @@ def round_record(result: Result, trained: Mapping[str, Lease], leases: LeaseBook
         frontier=leases.frontier,
         returned=tuple((lease.start, lease.count) for lease in leases.returned),
         at=at,
+        slices=tuple(SliceRecord(s.out_start, s.out_end, s.digest, s.reducer) for s in facts.slices),
     )

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.inspection import Inspection
-from coordinator.reducer import padding_bits
 from optim.aggregate import ReducerMemory, TallyFunction
+from optim.inspection import Inspection
 from optim.pieces import Piece, cut
+from optim.reduction import padding_bits
 from protos.buckets import BucketTable
 from protos.wire import CHUNK_BYTES
 

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from coordinator.active_round import ActiveRound
 from coordinator.journal import NodeRecord, RosterRecord
-from coordinator.nodes import Node
+from coordinator.nodes import Node, lasting
+from coordinator.open_round import OpenRound
 from coordinator.roster import Roster
 from coordinator.rounds import State, Verdict
 from protos.digests import sha256_text
@@ -32,7 +32,7 @@ class Registry:
         self.left: list[Node] = []
         self.roster = Roster()
         self.numbers = 0
-        self._former: OrderedDict[str, NodeRecord] = OrderedDict()  # by the sha256 of their secrets
+        self._former: OrderedDict[str, NodeRecord] = OrderedDict()  # by their secrets, as records hold them
 
     def restore(self, record: RosterRecord) -> None:
         """Begin with the roster of a coordinator that has ended; its members may come back."""
@@ -45,18 +45,19 @@ class Registry:
         known = {member.node: member for member in self._former.values()}
         for name in self.roster.members:
             if (node := self.nodes.get(name)) is not None:
-                known[name] = NodeRecord(name, node.name, sha256_text(node.secret))
+                known[name] = _record(node)
         members = tuple(known[name] for name in self.roster.members if name in known)
         return RosterRecord(self.roster.epoch, members, self.numbers)
 
     def former(self, secret: str) -> str | None:
-        """The name of the node whose session had this secret."""
-        if not secret:
+        """The name of the node one of whose sessions had this secret."""
+        mark = lasting(secret)
+        if not mark:
             return None
-        record = self._former.get(sha256_text(secret))
+        record = self._former.get(sha256_text(mark))
         if record is not None:
             return record.node
-        return next((node.node for node in self.nodes.values() if node.secret == secret), None)
+        return next((node.node for node in self.nodes.values() if lasting(node.secret) == mark), None)
 
     def new_name(self) -> str:
         """For a node that was not here before."""
@@ -85,7 +86,8 @@ class Registry:
             return False
         del self.nodes[node.node]
         self.left = [*(old for old in self.left[1 - MAX_LEFT :] if old.node != node.node), node]
-        self._former[sha256_text(node.secret)] = NodeRecord(node.node, node.name, sha256_text(node.secret))
+        record = _record(node)
+        self._former[record.secret] = record
         while len(self._former) > MAX_FORMER:
             self._former.popitem(last=False)
         return True
@@ -95,6 +97,10 @@ class Registry:
         found = (self.nodes.get(node) for node in self.roster.members)
         return [node for node in found if node is not None and node.seated]
 
+    def names(self) -> list[str]:
+        """Of the members that can be given orders."""
+        return [node.node for node in self.members()]
+
     def donors(self, round_index: int) -> list[str]:
         """Members that hold the state of ``round_index``, starting with another one in every round."""
         able = [m.node for m in self.members() if m.state == "active" and m.position == round_index]
@@ -103,7 +109,7 @@ class Registry:
 
     def renew(self, newcomers: Sequence[tuple[Node, int]] = ()) -> bool:
         """Make the next roster: whoever left is out, newcomers hold the state of the given round. Returns
-        whether there is something to note: a node that is back under its name has another secret.
+        whether it is another one.
 
         A newcomer whose name is in the roster still, as it was cut off for a moment, keeps its slot.
         """
@@ -115,13 +121,13 @@ class Registry:
         gone = [node for node in self.roster.members if node not in staying]
         joining = [node.node for node, _ in newcomers if node.node not in self.roster]
         before, self.roster = self.roster, self.roster.changed(leave=gone, join=joining)
-        return self.roster is not before or bool(newcomers)
+        return self.roster is not before
 
     def dissolve(self) -> None:
         """Nobody is a member any more."""
         self.roster = self.roster.changed(leave=self.roster.members)
 
-    def settle(self, active: ActiveRound, verdict: Verdict) -> None:
+    def settle(self, active: OpenRound, verdict: Verdict) -> None:
         """Note what a committed round tells about its members."""
         result = active.result
         agreement = result.agreement()
@@ -147,3 +153,7 @@ class Registry:
             elif member.node in verdict.silent:
                 node.state, node.silent_at = "lagging", active.round
                 node.silent_streak += 1
+
+
+def _record(node: Node) -> NodeRecord:
+    return NodeRecord(node.node, node.name, sha256_text(lasting(node.secret)))

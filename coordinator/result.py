@@ -6,38 +6,35 @@ the COMMIT makes a result valid.
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from coordinator.journal import Kept
-from coordinator.refusal import Refused
-from protos.atoll_pb2 import Commit
+from protos.atoll_pb2 import Commit, SliceDigest
+from protos.frame_log import FrameLog
+from protos.refusal import Refused
+from protos.ring import RoundRing
 from protos.wire import CHUNK, CHUNK_BYTES, COMMIT, PREFIX_BYTES, encode_frame
 
-RING_ROUNDS: Final = 32
-RING_BYTES: Final = 256 << 20
 
-
-class Result:
+class Result(FrameLog):
     """The frames of one round's result, growing until :meth:`commit`.
 
     Attributes:
         attempt: rises when frames that receivers may have seen become void.
-        frames: CHUNK frames of this attempt, in order.
+        frames: CHUNK frames of this attempt, in order; none of a result that lies at nodes.
+        holders: of such a result, nodes from whom it can be had.
     """
 
     def __init__(self, round_index: int, epoch: int) -> None:
+        super().__init__()
         self.round = round_index
         self.epoch = epoch
-        self.attempt = 0
-        self.frames: list[bytes] = []
         self.error: Refused | None = None
+        self.holders: Callable[[], Iterable[str]] = tuple
         self._facts: Commit | None = None
         self._announced = False
         self._agreement: dict[str, float] = {}
-        self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def committed(self) -> bool:
@@ -71,19 +68,6 @@ class Result:
         """Memory of the frames."""
         return sum(map(len, self.frames))
 
-    def restart(self) -> None:
-        """Void all frames: the next ones belong to a new attempt."""
-        if self.frames:
-            self.attempt += 1
-            self.frames = []
-            self._wake()
-
-    def extend(self, frames: Sequence[bytes]) -> None:
-        """Publish frames of the current attempt."""
-        if frames:
-            self.frames.extend(frames)
-            self._wake()
-
     def settle(
         self,
         voters: Sequence[str],
@@ -94,8 +78,10 @@ class Result:
         digest: str,
         reason: str,
         agreement: Mapping[str, float],
+        slices: Sequence[SliceDigest] = (),
     ) -> None:
-        """Nothing of the result changes any more; :meth:`commit` makes it valid."""
+        """Nothing of the result changes any more; :meth:`commit` makes it valid. ``slices``: of a result that
+        lies at nodes."""
         self._facts = Commit(
             round=self.round,
             epoch=self.epoch,
@@ -105,13 +91,14 @@ class Result:
             nbytes=nbytes,
             payload_digest=digest,
             reason=reason,
+            slices=slices,
         )
         self._agreement = dict(agreement)
 
     def commit(self) -> None:
         """Make the settled result valid: receivers are given the COMMIT."""
         self._announced = self._facts is not None
-        self._wake()
+        self.nudge()
 
     @classmethod
     def of(cls, kept: Kept) -> Result:
@@ -133,6 +120,10 @@ class Result:
             digest=record.digest,
             reason=record.reason,
             agreement=dict(zip(record.voters, record.agreement, strict=True)),
+            slices=[
+                SliceDigest(out_start=s.start, out_end=s.end, digest=s.digest, reducer=s.reducer)
+                for s in record.slices
+            ],
         )
         result.commit()
         return result
@@ -140,64 +131,29 @@ class Result:
     def fail(self, error: Refused) -> None:
         """Tell all receivers that there will be no result."""
         self.error = error
-        self._wake()
+        self.nudge()
 
     def commit_frame(self, node: str, *, nbytes: int | None = None, digest: str = "") -> bytes:
         """The COMMIT frame for one receiver; ``nbytes`` and ``digest`` of what it was sent, if not of all."""
-        facts = Commit()
-        facts.CopyFrom(self.facts)
+        facts = self.commit_of(node)
         if nbytes is not None:
             facts.nbytes, facts.payload_digest = nbytes, digest
+        return encode_frame(COMMIT, facts.SerializeToString(), attempt=self.attempt)
+
+    def commit_of(self, node: str) -> Commit:
+        """What one receiver is told."""
+        facts = Commit()
+        facts.CopyFrom(self.facts)
+        if facts.slices:
+            facts.nbytes, facts.payload_digest = 0, ""
+            facts.holders.extend(self.holders())
         facts.counted = node in facts.voters
         facts.agreement = self._agreement.get(node, float("nan"))
-        return encode_frame(COMMIT, facts.SerializeToString(), attempt=self.attempt)
+        return facts
 
     def agreement(self) -> dict[str, float]:
         """Each voter's share of bits that equal the result."""
         return dict(self._agreement)
 
-    def changed(self) -> asyncio.Future[None]:
-        """A future that is done at the next change."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        return waiter
 
-    def nudge(self) -> None:
-        """Let all receivers look again."""
-        self._wake()
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-class ResultRing:
-    """The last committed results, bounded by number and bytes; the newest is always kept."""
-
-    def __init__(self, rounds: int = RING_ROUNDS, nbytes: int = RING_BYTES) -> None:
-        self._rounds = rounds
-        self._limit = nbytes
-        self._held = 0
-        self._results: OrderedDict[int, Result] = OrderedDict()
-
-    def put(self, result: Result) -> None:
-        """Keep a committed result and drop the oldest beyond the bounds."""
-        newest = next(reversed(self._results), -1)
-        self._results[result.round] = result
-        if result.round < newest:  # out of the journal
-            self._results = OrderedDict(sorted(self._results.items()))
-        self._held += result.nbytes
-        while len(self._results) > 1 and (len(self._results) > self._rounds or self._held > self._limit):
-            _, oldest = self._results.popitem(last=False)
-            self._held -= oldest.nbytes
-
-    def get(self, round_index: int) -> Result | None:
-        """The result of a round, if it is still kept."""
-        return self._results.get(round_index)
-
-    @property
-    def oldest(self) -> int | None:
-        """The first round that is still kept."""
-        return next(iter(self._results), None)
+ResultRing: TypeAlias = RoundRing[Result]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Literal
 
-from coordinator.active_round import ActiveRound
 from coordinator.catchup import result_bytes
 from coordinator.chunk_store import ChunkStore, MemoryChunkStore
 from coordinator.digests import Judgement
@@ -36,11 +36,12 @@ from coordinator.gathering import Gathering
 from coordinator.history import History
 from coordinator.journal import Journal, Kept, MemoryJournal, Recovered, StartRecord
 from coordinator.leases import Lease, LeaseBook
+from coordinator.mesh import Mesh
 from coordinator.newcomers import Newcomers
 from coordinator.nodes import Node
+from coordinator.open_round import OpenRound
 from coordinator.plan import RunPlan
 from coordinator.reducing import Pool
-from coordinator.refusal import DIGEST_MISMATCH, Refused
 from coordinator.registry import Registry
 from coordinator.replay import first_kept
 from coordinator.result import Result, ResultRing
@@ -51,6 +52,8 @@ from coordinator.training import Training
 from optim.aggregate import TallyFunction
 from protos.atoll_pb2 import CoordinatorMessage, Ready, Report, Stop
 from protos.buckets import TableSchedule
+from protos.refusal import DIGEST_MISMATCH, Refused
+from protos.ring import RING_ROUNDS
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +134,13 @@ class Run:
         self.snapshots = self.snapshotting.snapshots
         self.wall = wall
         self.tell = tell
+        self.mesh = Mesh(self, plan.transport, secrets.token_bytes(32))
         self.training = Training(self, pool, tally)
         if self.journal.recovered is not None:
             self._restore(self.journal.recovered)
 
     @property
-    def active(self) -> ActiveRound | None:
+    def active(self) -> OpenRound | None:
         """The round in flight."""
         return self.training.active
 
@@ -182,7 +186,11 @@ class Run:
         self.registry.restore(found.roster)
         self.training.memory.load(found.memory)
         self.gathering.restore(self.registry.roster.members)
-        for index in range(max(self.round - RECOVERED_RESULTS, self.first_kept()), self.round):
+        at_nodes = last is not None and bool(last.slices)
+        first = (
+            self.round - RING_ROUNDS if at_nodes else max(self.round - RECOVERED_RESULTS, self.first_kept())
+        )
+        for index in range(max(0, first), self.round):
             self.journal.load(index, self._read)
         for note in found.notes:
             self.tell(JournalTrouble(note))
@@ -195,7 +203,9 @@ class Run:
 
     def _read(self, kept: Kept | None) -> None:
         if kept is not None and self.results.get(kept.record.round) is None:
-            self.results.put(Result.of(kept))
+            result = Result.of(kept)
+            result.holders = self.registry.names
+            self.results.put(result)
             self.newcomer_moved()
 
     def skip(self, start: Start) -> None:
@@ -232,6 +242,7 @@ class Run:
         node.held = self.newcomers.trusted(node)
         kind = NodeRejoined if node.known else NodeJoined
         self.tell(kind(node.node, node.name, node.address, node.claim.round, node.weight, node.ranks))
+        self.mesh.arrived(node)
         problem = ahead(node.claim.round, self.round) if self.begun else None
         if self.phase in ENDED:
             self.ending.arrived(node)
@@ -272,6 +283,7 @@ class Run:
         for exchange in node.exchanges:
             exchange.close(Refused("", f"the session of {node.node} has ended: {reason}", "ABORTED"))
         self.newcomers.departed(node)
+        self.mesh.departed(node)
         self._withdraw(node, reason)
         if not self.begun:
             self.gathering.changed()
@@ -331,6 +343,8 @@ class Run:
             names = ", ".join(node.node for node in waiting)
             self.phase, self.reason = "syncing", f"{names} loading the state after {self.round} rounds"
             self.snapshotting.consider()
+        elif self.mesh.settling:
+            self.phase, self.reason = "syncing", f"trying the address of {self.mesh.settling}"
         else:
             self.settling = False
             self.phase, self.reason = "training", f"round {self.round + 1} of {self.plan.rounds}"
@@ -353,6 +367,8 @@ class Run:
     def reported(self, node: Node, report: Report) -> None:
         """A node tells what it did in a round."""
         node.take(report)
+        if node.position <= report.round:  # it has had the result from other nodes
+            self.served(node, report.round)
         measured = (report.validation_loss, report.bits_per_byte) if report.evaluated else ()
         self.tell(NodeReported(node.node, report.round, report.loss, report.state_digest, *measured))
         judgement = self.history.reported(node.node, report)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import logging
-import os
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -22,7 +19,6 @@ from google.protobuf.message import DecodeError, Message
 from coordinator.exchange import Exchange
 from coordinator.hub import Hub
 from coordinator.nodes import Node
-from coordinator.refusal import BAD_MESSAGE, BAD_TOKEN, BAD_TRANSFER, STALLED, Refused
 from coordinator.stream import Context, Interrupted, Stream
 from protos.address import Address
 from protos.atoll_pb2 import (
@@ -30,11 +26,22 @@ from protos.atoll_pb2 import (
     ChunksRequest,
     GetRunRequest,
     JoinRequest,
+    ProbeRequest,
     ResultsRequest,
     StatusRequest,
 )
 from protos.grpc_options import SERVER_OPTIONS
-from protos.wire import BULK_SERVICE, CONTROL_SERVICE, MAX_MESSAGE_BYTES, SESSION_KEY, TOKEN_KEY
+from protos.listening import bound
+from protos.refusal import BAD_MESSAGE, BAD_TOKEN, BAD_TRANSFER, STALLED, Refused
+from protos.wire import (
+    BULK_SERVICE,
+    CONTROL_SERVICE,
+    MAX_MESSAGE_BYTES,
+    SESSION_KEY,
+    TOKEN_KEY,
+    TUNNEL_KEY,
+    TUNNEL_TO_KEY,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +50,6 @@ M = TypeVar("M", bound=Message)
 STOP_GRACE: Final = 2.0  # seconds for open calls to end by themselves
 DRAIN_SECONDS: Final = 10.0  # for a node to end an upload that has been answered
 BREAK_GRACE: Final = 0.05  # seconds in which a broken call, which first looks like an ended one, is cancelled
-
-
-class ListenError(OSError):
-    """The coordinator cannot listen; the text names the address, the cause and what to do."""
 
 
 class Server:
@@ -77,38 +80,9 @@ async def serve(hub: Hub, listen: Address | str, token: str, *, drain: float = D
     server = grpc.aio.server(options=SERVER_OPTIONS)
     calls = _Calls(hub, token, drain)
     server.add_generic_rpc_handlers(calls.handlers())
-    try:
-        port = server.add_insecure_port(str(address))
-    except RuntimeError:
-        port = 0
-    if not port:
-        raise ListenError(await asyncio.to_thread(_why_not, address))
+    real = await bound(server.add_insecure_port, address, "[coordinator] listen", others="coordinator")
     await server.start()
-    return Server(server, Address(address.host, port))
-
-
-def _why_not(address: Address) -> str:
-    """The cause of a failed bind, which gRPC does not tell."""
-    advice = "choose another address with [coordinator] listen"
-    try:
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        return f"cannot listen on {address}: the host name cannot be resolved ({error}); {advice}"
-    for family, kind, protocol, _, where in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(where)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return (
-                        f"cannot listen on {address}: port {address.port} is in use by another program; stop "
-                        "that (perhaps another coordinator), or choose another port with [coordinator] "
-                        "listen (port 0 takes a free one)"
-                    )
-                return f"cannot listen on {address}: {os.strerror(error.errno or 0)}; {advice}"
-    return f"cannot listen on {address}; {advice}"
+    return Server(server, real)
 
 
 class _Calls:
@@ -128,9 +102,12 @@ class _Calls:
             "Join": unary(self._guard(self._join)),
             "GetStatus": unary(self._guard(self._get_status)),
             "Session": bidi(self._guard(self._session)),
+            "Probe": unary(self._guard(self._probe)),
         }
         bulk: dict[str, Any] = {
             "Exchange": bidi(self._guard(self._exchange)),
+            "Tunnel": bidi(self._guard(self._tunnel)),
+            "Measure": bidi(self._guard(self._measure)),
             "PutChunks": grpc.stream_unary_rpc_method_handler(self._guard(self._put_chunks)),
             "GetChunks": grpc.unary_stream_rpc_method_handler(self._guard(self._get_chunks)),
             "GetResults": grpc.unary_stream_rpc_method_handler(self._guard(self._get_results)),
@@ -204,6 +181,10 @@ class _Calls:
     async def _get_status(self, request: bytes, context: Context) -> bytes:
         self._parse(StatusRequest, request)
         return self._reply(self._hub.status())
+
+    async def _probe(self, request: bytes, context: Context) -> bytes:
+        asked = self._parse(ProbeRequest, request)
+        return self._reply(await self._hub.probing.probe(asked, context.peer()))
 
     async def _session(self, requests: Any, context: Context) -> None:
         node = self._node(context)
@@ -291,6 +272,51 @@ class _Calls:
         finally:
             del self._draining[exchange]
 
+    async def _tunnel(self, requests: Any, context: Context) -> None:
+        node = self._node(context)
+        to, key = (self._metadata(context, name) for name in (TUNNEL_TO_KEY, TUNNEL_KEY))
+        end = self._hub.tunnel(node, to=to, key=key)
+        stream = Stream(context, self._hub, node)
+        end.on_close = stream.interrupt
+
+        async def listen() -> None:
+            with contextlib.suppress(Refused):  # whoever writes is told so too
+                while (message := await stream.read()) is not None:
+                    await end.feed(message)
+                end.hung_up()
+
+        listening = None
+        try:
+            await end.joined()
+            await context.send_initial_metadata(())  # tells the node that it is through
+            listening = asyncio.create_task(listen(), name=f"tunnel of {node.node}")
+            while (message := await end.next()) is not None:
+                await stream.write(message)
+        except Interrupted:
+            raise end.refusal or Refused("", "the tunnel has ended", "ABORTED") from None
+        finally:
+            end.close()
+            if listening is not None:
+                await _cancelled(listening)
+
+    async def _measure(self, requests: Any, context: Context) -> None:
+        async def read() -> bytes | None:
+            message = await context.read()
+            if not isinstance(message, bytes):
+                return None
+            self._hub.bytes_in += len(message)
+            return message
+
+        async def write(message: bytes) -> None:
+            await context.write(message)
+            self._hub.bytes_out += len(message)
+
+        try:
+            await self._hub.probing.measure(read, write)
+        except Refused as refused:
+            self._hub.count(refused.kind)
+            raise
+
     async def _put_chunks(self, requests: Any, context: Context) -> bytes:
         node = self._node(context)
         stream = Stream(context, self._hub, node)
@@ -320,8 +346,8 @@ class _Calls:
         await self._send(node, context, self._hub.chunks, self._parse(ChunksRequest, request))
 
     async def _get_results(self, request: bytes, context: Context) -> None:
-        node = self._node(context)
-        await self._send(node, context, self._hub.results, self._parse(ResultsRequest, request))
+        node, asked = self._node(context), self._parse(ResultsRequest, request)
+        await self._send(node, context, self._hub.results, asked, replayed=asked.first)
 
     async def _send(
         self,
@@ -329,27 +355,29 @@ class _Calls:
         context: Context,
         answer: Callable[[Node, M], AsyncGenerator[bytes, None]],
         request: M,
+        *,
+        replayed: int | None = None,
     ) -> None:
         """Send what answers a request, at the pace that the rounds leave; as long as it is read."""
-        stream = Stream(context, self._hub, node)
-        flow, stall = self._hub.pacer.flow(), self._hub.plan.stall
+        stream, stall = Stream(context, self._hub, node), self._hub.plan.stall
         loop = asyncio.get_running_loop()
         try:
-            async with contextlib.aclosing(answer(node, request)) as frames:
-                async for frame in frames:
-                    while pause := flow.pause(len(frame)):
-                        await asyncio.sleep(pause)
-                    if node.state == "left":
-                        raise Refused("", f"the session has ended: {node.reason}", "ABORTED")
-                    alarm = loop.call_later(stall, stream.interrupt)
-                    try:
-                        await stream.write(frame)
-                    except Interrupted:
-                        text = f"{node.node} has not read for {stall:g} s"
-                        raise Refused(STALLED, text, "DEADLINE_EXCEEDED") from None
-                    finally:
-                        alarm.cancel()
-                    self._hub.moved(node)
+            with self._hub.pacer.flow(replayed) as flow:
+                async with contextlib.aclosing(answer(node, request)) as frames:
+                    async for frame in frames:
+                        while pause := flow.pause(len(frame)):
+                            await asyncio.sleep(pause)
+                        if node.state == "left":
+                            raise Refused("", f"the session has ended: {node.reason}", "ABORTED")
+                        alarm = loop.call_later(stall, stream.interrupt)
+                        try:
+                            await stream.write(frame)
+                        except Interrupted:
+                            text = f"{node.node} has not read for {stall:g} s"
+                            raise Refused(STALLED, text, "DEADLINE_EXCEEDED") from None
+                        finally:
+                            alarm.cancel()
+                        self._hub.moved(node)
         except Refused as refused:
             self._hub.count(refused.kind)
             raise

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from coordinator.chunk_store import ChunkStore, FileChunkStore
+from coordinator.dialing import reach
 from coordinator.ending import ENDED
 from coordinator.events import Listener, ignore
 from coordinator.hub import Hub
@@ -165,6 +166,7 @@ async def _coordinate(
             tell=keeping.on_event,
         )
     )
+    hub.run.mesh.dial = lambda address: reach(address, plan.run_digest)
     metrics: MetricsServer | None = None
     try:
         pool.submit(_warm_up, lambda frames, error: None)

@@ -14,8 +14,8 @@ from coordinator.manifest import parse_chunks_header
 from coordinator.partial_snapshot import PartialSnapshot, Upload
 from coordinator.pool import in_background, in_pool
 from coordinator.reducing import Pool
-from coordinator.refusal import BAD_TRANSFER, Refused
 from protos.atoll_pb2 import ChunksRequest, Donate, Manifest
+from protos.refusal import BAD_TRANSFER, Refused
 from protos.snapshots import chunk_range, chunks, shares
 from protos.units import format_bytes
 from protos.wire import CHUNK, CHUNK_BYTES, END, HEADER, FrameError, decode_frame, encode_frame

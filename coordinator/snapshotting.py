@@ -60,6 +60,8 @@ class Snapshotting:
         run = self._run
         if self.snapshots.gathering is not None or run.now() < self._not_before:
             return
+        if run.leases.held:  # after a restart: the first order must be the round in hand, or its work is lost
+            return
         last = max((kept.round for kept in self.snapshots.kept), default=None)
         reason = "a node waits for it" if run.newcomers.want_snapshot() else ""
         reason = reason or snapshot_due(

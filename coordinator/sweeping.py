@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coordinator.exchange import Exchange
-from coordinator.refusal import STALLED, Refused
+from protos.refusal import STALLED, Refused
 
 if TYPE_CHECKING:
     from coordinator.run import Run

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from coordinator.active_round import ActiveRound
 from coordinator.arrivals import Deadlines
@@ -13,16 +16,22 @@ from coordinator.events import JournalTrouble, RoundCommitted, RoundOpened
 from coordinator.journal import Done
 from coordinator.member import Member
 from coordinator.nodes import Node
+from coordinator.open_round import OpenRound
 from coordinator.ramp import ramp
 from coordinator.record import round_record
-from coordinator.reducer import Slab
 from coordinator.reducing import Pool, Reducing
-from coordinator.rounds import State, Verdict, evaluates, evaluator, worth_waiting
-from optim.aggregate import ReducerMemory, TallyFunction
+from coordinator.rounds import Policy, State, Verdict, evaluates, evaluator, worth_waiting
+from coordinator.sliced_round import SlicedRound
+from coordinator.topology import Assigned
+from optim.aggregate import Bytes, ReducerMemory, TallyFunction
+from optim.reduction import Slab
 from protos.atoll_pb2 import CoordinatorMessage, RoundOpen
+from protos.buckets import BucketTable
 
 if TYPE_CHECKING:
     from coordinator.run import Run
+
+log = logging.getLogger(__name__)
 
 
 class Training:
@@ -41,7 +50,7 @@ class Training:
 
     def __init__(self, run: Run, pool: Pool, tally: TallyFunction) -> None:
         self._run = run
-        self.active: ActiveRound | None = None
+        self.active: OpenRound | None = None
         self.memory = ReducerMemory()
         self.deadlines = Deadlines(run.plan.policy.deadline)
         self._slab = Slab(run.tables.nbytes)
@@ -62,10 +71,12 @@ class Training:
         run, table = self._run, self._run.tables.of(self._run.round)
         plan, roster = run.plan, run.registry.roster
         members, frontier = [], run.leases.frontier
-        for node_id, row in zip(roster.members, self._slab.rows(len(roster)), strict=True):
+        slices = run.mesh.slices(table)
+        nbytes = table.nbytes if slices is None else 0
+        for node_id, row in zip(roster.members, self._rows(len(roster), nbytes), strict=True):
             node = run.registry.get(node_id)
             if node is None:  # gone since the roster was made
-                members.append(Member(node_id, 1, row[: table.nbytes], State.GONE, live=False))
+                members.append(Member(node_id, 1, row, State.GONE, live=False))
                 continue
             if node.position < run.round and run.leases.held_by(node_id, run.round) is None:
                 node.state = "lagging"  # but for one that is back with the others after a restart
@@ -73,7 +84,7 @@ class Training:
             share = (1, 1)
             if node.since is not None:
                 share = ramp(run.round - node.since, plan.momentum, plan.local_steps // plan.fragments)
-            members.append(Member(node_id, node.weight, row[: table.nbytes], state, share=share))
+            members.append(Member(node_id, node.weight, row, state, share=share))
             if run.leases.held_by(node_id, run.round) is None:
                 frontier += plan.samples(run.round, node.batch)
         self._frontier = frontier
@@ -83,16 +94,7 @@ class Training:
         if evaluates(run.round, plan.rounds, plan.evaluate_every):
             candidates = [member.node for member in members if member.state is State.EXPECTED]
             self._evaluator = evaluator(run.round, plan.evaluate_every, candidates)
-        active = ActiveRound(
-            run.round,
-            roster.epoch,
-            members,
-            policy=replace(plan.policy, deadline=wait.seconds),
-            reducing=self._reducing[table.digest],
-            timer=run.timer,
-            on_close=self._closed,
-            keep=self._keep,
-        )
+        active = self._opened(members, table, slices, replace(plan.policy, deadline=wait.seconds))
         self.active = active
         lagging = tuple(member.node for member in members if member.state is State.LAGGING)
         run.tell(RoundOpened(run.round, roster.epoch, roster.members, lagging, wait.seconds, wait.reason))
@@ -100,6 +102,69 @@ class Training:
             self.order(run.registry.get(member.node))
         if self.active is active:
             active.begin()
+
+    def _rows(self, count: int, nbytes: int) -> list[Bytes]:
+        """For contributions that come to the coordinator."""
+        rows = self._slab.rows(count) if nbytes else [np.empty(0, np.uint8)] * count
+        return [row[:nbytes] for row in rows]
+
+    def _opened(
+        self,
+        members: Sequence[Member],
+        table: BucketTable,
+        slices: Sequence[Assigned] | None,
+        policy: Policy,
+    ) -> OpenRound:
+        """The next round: between the nodes, or at the hub."""
+        run = self._run
+        epoch = run.registry.roster.epoch
+        if slices is None:
+            return ActiveRound(
+                run.round,
+                epoch,
+                members,
+                policy=policy,
+                reducing=self._reducing[table.digest],
+                timer=run.timer,
+                on_close=self._closed,
+                keep=self._keep,
+            )
+        active = SlicedRound(
+            run.round,
+            epoch,
+            members,
+            policy=policy,
+            table=table,
+            timer=run.timer,
+            on_close=self._closed,
+            keep=self._keep,
+            assigned=slices,
+            topology=run.mesh.number,
+            send=lambda node, message: run.send(run.registry.get(node), message),
+            move=self._move,
+        )
+        active.result.holders = run.registry.names
+        return active
+
+    def _move(self, active: SlicedRound, failed: Mapping[str, str]) -> None:
+        """Reducers of the round in flight have failed."""
+        run = self._run
+        if active is not self.active:
+            return
+        log.warning("%s", "; ".join(failed.values()))
+        active.reassign(run.mesh.move(active.table, failed), run.mesh.number)
+
+    def _announce(self, active: SlicedRound) -> None:
+        """Tell the members that a round is committed whose result lies at nodes. Who still works on it goes
+        on once it has reported it."""
+        run = self._run
+        for member in active.members.values():
+            node = run.registry.get(member.node)
+            if node is None or not node.seated:
+                continue
+            run.send(node, CoordinatorMessage(committed=active.result.commit_of(node.node)))
+            if not member.pending:
+                node.position = max(node.position, active.round + 1)
 
     def _exceptional(self) -> str:
         """Why somebody will come late in the round that opens, if that is known."""
@@ -138,6 +203,8 @@ class Training:
             order.lease_start, order.lease_count = lease.start, lease.count
             active.members[node.node].samples = lease.count
             order.evaluate = node.node == self._evaluator
+            order.topology = run.mesh.number if isinstance(active, SlicedRound) else 0
+            order.topology = active.topology if isinstance(active, SlicedRound) else 0
         else:
             return
         node.opened = position
@@ -149,28 +216,37 @@ class Training:
     def returned(self, node: Node) -> bool:
         """Give a member that was cut off for a moment its seat in the round in flight again."""
         run, active = self._run, self.active
-        if active is None or node.held != run.round or not active.returned(node.node, node.weight):
+        if active is None or node.held != run.round:
+            return False
+        if isinstance(active, SlicedRound) and not self._same_work(node):
+            return False  # what has come of it before may be of other samples
+        if not active.returned(node.node, node.weight):
             return False
         node.position = node.first_round = run.round
         node.opened, node.state = run.round - 1, "active"
-        run.journal.roster(run.registry.record())  # with its new secret
         self.order(node)
         return True
 
-    def _keep(self, active: ActiveRound, done: Done) -> None:
+    def _same_work(self, node: Node) -> bool:
+        """Whether a node works on what it has leased in the round in flight."""
+        lease = self._run.leases.held_by(node.node, self._run.round)
+        return lease is not None and node.claim.work == (self._run.round, lease.start, lease.count)
+
+    def _keep(self, active: OpenRound, done: Done) -> None:
         """Make a round last before its commit is announced."""
         run = self._run
         trained = run.leases.settle(active.round, active.result.voters)
         record = round_record(active.result, trained, run.leases, run.wall())
-        run.journal.commit(record, active.result.payload, self.memory.arrays() or None, done)
+        memory = None if record.slices else self.memory.arrays() or None
+        run.journal.commit(record, active.result.payload, memory, done)
 
-    def _closed(self, active: ActiveRound, verdict: Verdict) -> None:
+    def _closed(self, active: OpenRound, verdict: Verdict) -> None:
         if self.active is active:  # else the run has ended meanwhile
             self.active = None
             with self._run.guarded():
                 self._close(active, verdict)
 
-    def _close(self, active: ActiveRound, verdict: Verdict) -> None:
+    def _close(self, active: OpenRound, verdict: Verdict) -> None:
         run, result, now = self._run, active.result, self._run.now()
         if verdict.action == "fail":
             if active.settled:  # and could not be kept
@@ -186,6 +262,8 @@ class Training:
             return
         run.results.put(result)
         run.registry.settle(active, verdict)
+        if isinstance(active, SlicedRound):
+            self._announce(active)
         run.round = active.round + 1
         shares = [share for share in result.agreement().values() if not math.isnan(share)]
         agreement = sum(shares) / len(shares) if shares else math.nan

@@ -79,12 +79,10 @@ app.add_typer(island_app, name="island")
 
 def _show_version(show: bool) -> None:
     if show:
-        from importlib.metadata import PackageNotFoundError, version
+        from protos.version import version_of
 
-        try:
-            typer.echo(f"atoll {version('atoll')}")
-        except PackageNotFoundError:
-            typer.echo("atoll, not installed as a package")
+        number = version_of("atoll")
+        typer.echo(f"atoll {number}" if number else "atoll, not installed as a package")
         raise typer.Exit
 
 

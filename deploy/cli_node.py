@@ -17,17 +17,25 @@ from deploy.options import (
     BatchOption,
     DataOption,
     DeviceOption,
+    DownlinkOption,
     EventsOption,
     InviteText,
     MetricsOption,
     NprocOption,
+    PeerAddressOption,
+    PeerListenOption,
     PrecisionOption,
     Quiet,
     ResumeOption,
     RunFilePath,
     SaveEvery,
     SaveOption,
+    SwarmBootstrapOption,
+    SwarmIdentityOption,
+    SwarmRelayOption,
     ThreadsOption,
+    TransportOption,
+    UplinkOption,
 )
 from deploy.ranks import run_ranks, without_option
 from deploy.terminal import console
@@ -35,6 +43,7 @@ from node.torchrun import leads, under_torchrun
 
 if TYPE_CHECKING:
     from node.events import Listener
+    from node.exchange.peers.setting import Transport
     from node.setting import Precision
     from protos.address import Address
 
@@ -54,6 +63,14 @@ def join(
     batch: BatchOption = 0,
     accumulate: AccumulateOption = 1,
     precision: PrecisionOption = "fp32",
+    transport: TransportOption = "",
+    peer_listen: PeerListenOption = None,
+    peer_address: PeerAddressOption = None,
+    uplink: UplinkOption = None,
+    downlink: DownlinkOption = None,
+    swarm_bootstrap: SwarmBootstrapOption = None,
+    swarm_relay: SwarmRelayOption = None,
+    swarm_identity: SwarmIdentityOption = None,
     metrics: MetricsOption = None,
     events: EventsOption = None,
     quiet: Quiet = False,
@@ -63,11 +80,20 @@ def join(
     from protos.units import parse_duration
 
     where, patience = Invite.parse(invite), parse_duration(wait)
-    chosen = _precision(precision)
+    chosen, way = _precision(precision), _transport(transport)
+    rates = _bytes_per_second(uplink, "--uplink"), _bytes_per_second(downlink, "--downlink")
+    listen, announced = address(peer_listen), address(peer_address)
+    bootstrap, relays = tuple(swarm_bootstrap or ()), tuple(swarm_relay or ())
     _spread(nproc)
+    from node.exchange.peers.setting import ANYWHERE, PeerSetting
+    from node.exchange.swarm.setting import SwarmSetting
     from node.launch import Options
     from node.launch import join as join_run
 
+    try:
+        swarm = SwarmSetting(bootstrap=bootstrap, relays=relays, identity=swarm_identity)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     options = Options(
         name=name,
         device=device,
@@ -82,6 +108,14 @@ def join(
         accumulate=accumulate,
         precision=chosen,
         metrics=address(metrics),
+        transport=way,
+        peers=PeerSetting(
+            listen=listen or ANYWHERE,
+            announced=announced,
+            uplink=rates[0],
+            downlink=rates[1],
+            swarm=swarm,
+        ),
     )
     with _told(events, quiet, name) as tell:
         try:
@@ -150,6 +184,24 @@ def _precision(text: str) -> Precision:
     if text not in ("fp32", "bf16"):
         raise UserError(f"--precision is fp32 or bf16, not {text!r}")
     return cast("Precision", text)
+
+
+def _transport(text: str) -> Transport | None:
+    if text not in ("", "auto", "direct", "swarm", "hub"):
+        raise UserError(f"--transport is auto, direct, swarm or hub, not {text!r}")
+    return cast("Transport", text) if text else None
+
+
+def _bytes_per_second(text: str | None, option: str) -> float:
+    """A rate of a link; 0 if none is given."""
+    from protos.units import parse_rate
+
+    if text is None:
+        return 0.0
+    rate = parse_rate(text)
+    if not rate:
+        raise UserError(f"{option} is the rate of a link that carries something, not 0")
+    return rate / 8
 
 
 def _spread(nproc: int) -> None:

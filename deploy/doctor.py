@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 from coordinator import events as of_coordinator
-from coordinator import refusal
 from coordinator.rounds import State
 from deploy.event_log import EventsLost
 from deploy.event_words import names, sentence
 from deploy.evidence import Evidence
 from deploy.moments import Moment
 from node import events as of_node
+from protos import refusal
 from protos.units import format_bytes
 
 Level = Literal["ok", "warn", "bad"]

@@ -45,6 +45,9 @@ def _of_coordinator(event: events.Event) -> str:
         return text
     if isinstance(event, (events.RoundOpened, events.RoundCommitted)):
         return _round(event)
+    if isinstance(event, events.TopologyMade):
+        who = f"{names(event.reducers)} reduce" if event.reducers else "everything goes to the coordinator"
+        return f"topology {event.number} from round {event.round + 1} on: {who}: {event.reason}"
     if isinstance(event, events.CatchUpPlanned):
         cost = f", {format_bytes(event.nbytes)}" if event.nbytes else ""
         return f"{event.node} catches up to round {event.round} ({event.action}{cost}): {event.reason}"

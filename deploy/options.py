@@ -66,6 +66,48 @@ BatchOption = Annotated[
     int,
     typer.Option(min=0, help="Sequences that this node reads in a step; 0: as in the run file."),
 ]
+TransportOption = Annotated[
+    str,
+    typer.Option(
+        help="How other nodes reach this one, where a run's slices travel between nodes: auto, direct, swarm "
+        "or hub (through the coordinator only). As the run file says, if not given."
+    ),
+]
+PeerListenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="Where this node listens for other nodes; any free port, if not given."
+    ),
+]
+PeerAddressOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="What other nodes connect to instead, for instance a port that a router forwards.",
+    ),
+]
+UplinkOption = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="What this node can send, as in '20 Mbit/s'; measured, if not given."),
+]
+DownlinkOption = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="What this node can receive; measured, if not given."),
+]
+SwarmBootstrapOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MULTIADDR", help="A peer of the swarm to begin with. May be given several times."),
+]
+SwarmRelayOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MULTIADDR", help="A peer through which others reach this node. May be given several times."
+    ),
+]
+SwarmIdentityOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Key of this node in the swarm; a new one each time, if not given."),
+]
 PrecisionOption = Annotated[
     str, typer.Option(help="fp32, or bf16 for forward and backward; what is exchanged stays in fp32.")
 ]

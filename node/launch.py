@@ -24,6 +24,7 @@ from node.exchange.link import Limits
 from node.exchange.local import LocalExchange
 from node.exchange.meter import Meter
 from node.exchange.news import Publish, SessionNews
+from node.exchange.peers.setting import PeerSetting
 from node.exchange.session import Claim
 from node.metrics import MetricsServer, NodeMetrics
 from node.ranks import Alone, Ranks
@@ -95,7 +96,8 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
             )
             farewell.first(own.close)
             return _work(setting, None, own, ranks, options, emit, farewell)
-        admission = exchange.join(claim, tables, lane if island else None)
+        peers = None if island else _peers(runfile, options)
+        admission = exchange.join(claim, tables, lane if island else None, peers)
         emit(Joined(admission.node, exchange.address, admission.needs_state))
         return _work(setting, exchange, exchange, ranks, options, emit, farewell)
 
@@ -336,6 +338,14 @@ def _limits(runfile: RunFile, options: Options) -> Limits:
     """Deadlines that follow from the run's own."""
     longest = longest_round(runfile.round.deadline, runfile.round.start_timeout)
     return Limits(wait=options.wait, reconnect=options.wait, round=longest, order=max(3600.0, 2 * longest))
+
+
+def _peers(runfile: RunFile, options: Options) -> PeerSetting:
+    """How other nodes reach this one: not at all where all goes through the coordinator."""
+    transport = runfile.exchange.transport
+    if transport != "hub" and options.transport is not None:
+        transport = options.transport
+    return replace(options.peers, transport=transport)
 
 
 def _started(setting: Setting, ranks: Ranks) -> Started:

@@ -13,6 +13,7 @@ from node import checkpoint
 from node.data import Dataset, open_data
 from node.evaluation import Model
 from node.events import Listener, Notice, Resumed
+from node.exchange.peers.setting import PeerSetting, Transport
 from node.model import build_model, model_on_meta
 from node.ranks import Alone, Ranks
 from node.state import SharedState
@@ -52,6 +53,9 @@ class Options:
         batch: samples of a micro-step of this node; 0 = as the run file says.
         precision: of forward and backward: ``bf16`` keeps weights, gradients' sums and optimizer in fp32.
         overlap: send contributions while they are being computed; off for measurements only.
+        transport: how other nodes reach this one in a run whose slices travel between nodes; ``None``: as the
+            run file says.
+        peers: the details of that; its own transport is of no meaning.
         ordered: add gradients of an island up in the order of its ranks, slower, but to the same bits as one
             process that accumulates them.
     """
@@ -71,6 +75,8 @@ class Options:
     precision: Precision = "fp32"
     overlap: bool = True
     ordered: bool = False
+    transport: Transport | None = None
+    peers: PeerSetting = field(default_factory=PeerSetting)
 
 
 @dataclass

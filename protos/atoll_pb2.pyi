@@ -111,6 +111,7 @@ class JoinRequest(_message.Message):
     LEASE_START_FIELD_NUMBER: _builtins.int
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     """host name or the user's choice, for people"""
@@ -140,6 +141,10 @@ class JoinRequest(_message.Message):
     lease_count: _builtins.int
     state_bytes: _builtins.int
     """of the shared state"""
+    @_builtins.property
+    def endpoint(self) -> Global___Endpoint:
+        """how other nodes reach it"""
+
     def __init__(
         self,
         *,
@@ -160,10 +165,11 @@ class JoinRequest(_message.Message):
         lease_start: _builtins.int = ...,
         lease_count: _builtins.int = ...,
         state_bytes: _builtins.int = ...,
+        endpoint: Global___Endpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "former", b"former", "lease_count", b"lease_count", "lease_round", b"lease_round", "lease_start", b"lease_start", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "state_bytes", b"state_bytes", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "endpoint", b"endpoint", "former", b"former", "lease_count", b"lease_count", "lease_round", b"lease_round", "lease_start", b"lease_start", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "state_bytes", b"state_bytes", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -213,6 +219,11 @@ class NodeMessage(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    SLICE_NEWS_FIELD_NUMBER: _builtins.int
+    SLICE_TROUBLE_FIELD_NUMBER: _builtins.int
+    ABSTENTION_FIELD_NUMBER: _builtins.int
+    HOLDING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
@@ -221,6 +232,16 @@ class NodeMessage(_message.Message):
     def ready(self) -> Global___Ready: ...
     @_builtins.property
     def leave(self) -> Global___Leave: ...
+    @_builtins.property
+    def endpoint(self) -> Global___Endpoint: ...
+    @_builtins.property
+    def slice_news(self) -> Global___SliceNews: ...
+    @_builtins.property
+    def slice_trouble(self) -> Global___SliceTrouble: ...
+    @_builtins.property
+    def abstention(self) -> Global___Abstention: ...
+    @_builtins.property
+    def holding(self) -> Global___Holding: ...
     def __init__(
         self,
         *,
@@ -228,12 +249,17 @@ class NodeMessage(_message.Message):
         report: Global___Report | None = ...,
         ready: Global___Ready | None = ...,
         leave: Global___Leave | None = ...,
+        endpoint: Global___Endpoint | None = ...,
+        slice_news: Global___SliceNews | None = ...,
+        slice_trouble: Global___SliceTrouble | None = ...,
+        abstention: Global___Abstention | None = ...,
+        holding: Global___Holding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["heartbeat", "report", "ready", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["heartbeat", "report", "ready", "leave", "endpoint", "slice_news", "slice_trouble", "abstention", "holding"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -356,6 +382,215 @@ class Leave(_message.Message):
 Global___Leave: _TypeAlias = Leave  # noqa: Y015
 
 @_typing.final
+class Endpoint(_message.Message):
+    """How other nodes reach this one. Said again whenever it changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECT_FIELD_NUMBER: _builtins.int
+    SWARM_FIELD_NUMBER: _builtins.int
+    SWARM_ADDRESSES_FIELD_NUMBER: _builtins.int
+    UPLINK_FIELD_NUMBER: _builtins.int
+    DOWNLINK_FIELD_NUMBER: _builtins.int
+    direct: _builtins.str
+    """HOST:PORT; an empty host: as the coordinator sees it; empty: none"""
+    swarm: _builtins.str
+    """libp2p peer id; empty: none"""
+    uplink: _builtins.float
+    """bytes per second; 0: not known"""
+    downlink: _builtins.float
+    @_builtins.property
+    def swarm_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """multiaddresses, each with the peer id at its end"""
+
+    def __init__(
+        self,
+        *,
+        direct: _builtins.str = ...,
+        swarm: _builtins.str = ...,
+        swarm_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        uplink: _builtins.float = ...,
+        downlink: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct", b"direct", "downlink", b"downlink", "swarm", b"swarm", "swarm_addresses", b"swarm_addresses", "uplink", b"uplink"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Endpoint: _TypeAlias = Endpoint  # noqa: Y015
+
+@_typing.final
+class SliceNews(_message.Message):
+    """Of a reducer: what it holds of one slice of the round in flight. Each repeats what it has said before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
+    ARRIVED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
+    COMPARED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    topology: _builtins.int
+    slice: _builtins.int
+    """index in the topology's slices of the round's table"""
+    attempt: _builtins.int
+    """of the order Reduce that `digest` answers"""
+    digest: _builtins.bytes
+    """xxh3_128 of the slice's result; empty: it is not reduced yet"""
+    compared: _builtins.int
+    """voted bits that were compared for each voter"""
+    failed: _builtins.str
+    """why this node cannot reduce the slice"""
+    @_builtins.property
+    def arrived(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """whose contribution to the slice is here whole"""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceRefusal]: ...
+    @_builtins.property
+    def differing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """voted bits of each voter that differ from the result"""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        topology: _builtins.int = ...,
+        slice: _builtins.int = ...,
+        arrived: _abc.Iterable[_builtins.str] | None = ...,
+        refused: _abc.Iterable[Global___SliceRefusal] | None = ...,
+        attempt: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        differing: _abc.Iterable[_builtins.int] | None = ...,
+        compared: _builtins.int = ...,
+        failed: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "attempt", b"attempt", "compared", b"compared", "differing", b"differing", "digest", b"digest", "failed", b"failed", "refused", b"refused", "round", b"round", "slice", b"slice", "topology", b"topology"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliceNews: _TypeAlias = SliceNews  # noqa: Y015
+
+@_typing.final
+class SliceRefusal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    kind: _builtins.str
+    """protos/refusal.py"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "node", b"node", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliceRefusal: _TypeAlias = SliceRefusal  # noqa: Y015
+
+@_typing.final
+class SliceTrouble(_message.Message):
+    """A member can deliver to, or receive from, a reducer by none of the ways that it has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    topology: _builtins.int
+    slice: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        topology: _builtins.int = ...,
+        slice: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round", "slice", b"slice", "topology", b"topology"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliceTrouble: _TypeAlias = SliceTrouble  # noqa: Y015
+
+@_typing.final
+class Holding(_message.Message):
+    """A member has received the results of all slices of a round in flight. A round is committed only once somebody
+    beside its reducers holds the result.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    topology: _builtins.int
+    digest: _builtins.bytes
+    """xxh3_128 of the digests of the slices, end to end"""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        topology: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "round", b"round", "topology", b"topology"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holding: _TypeAlias = Holding  # noqa: Y015
+
+@_typing.final
+class Abstention(_message.Message):
+    """A member has nothing to contribute to a round whose slices travel between nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Abstention: _TypeAlias = Abstention  # noqa: Y015
+
+@_typing.final
 class CoordinatorMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -364,6 +599,10 @@ class CoordinatorMessage(_message.Message):
     LOAD_STATE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    REDUCE_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    TUNNEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def round_open(self) -> Global___RoundOpen: ...
     @_builtins.property
@@ -374,6 +613,14 @@ class CoordinatorMessage(_message.Message):
     def stop(self) -> Global___Stop: ...
     @_builtins.property
     def replay(self) -> Global___Replay: ...
+    @_builtins.property
+    def topology(self) -> Global___Topology: ...
+    @_builtins.property
+    def reduce(self) -> Global___Reduce: ...
+    @_builtins.property
+    def committed(self) -> Global___Commit: ...
+    @_builtins.property
+    def tunnel(self) -> Global___Tunnel: ...
     def __init__(
         self,
         *,
@@ -382,16 +629,229 @@ class CoordinatorMessage(_message.Message):
         load_state: Global___LoadState | None = ...,
         stop: Global___Stop | None = ...,
         replay: Global___Replay | None = ...,
+        topology: Global___Topology | None = ...,
+        reduce: Global___Reduce | None = ...,
+        committed: Global___Commit | None = ...,
+        tunnel: Global___Tunnel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "kind", b"kind", "load_state", b"load_state", "replay", b"replay", "round_open", b"round_open", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["donate", b"donate", "kind", b"kind", "load_state", b"load_state", "replay", b"replay", "round_open", b"round_open", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop", "replay"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop", "replay", "topology", "reduce", "committed", "tunnel"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___CoordinatorMessage: _TypeAlias = CoordinatorMessage  # noqa: Y015
+
+@_typing.final
+class Topology(_message.Message):
+    """Who reduces what, until the next one comes: for rounds that say its number in their RoundOpen. Within a round
+    a later one takes the place of an earlier one; slices with the same bounds and reducer go on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """grows; 0 is none"""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerNode]:
+        """all members of the roster, the receiver among them"""
+
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableSlices]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___PeerNode] | None = ...,
+        tables: _abc.Iterable[Global___TableSlices] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "number", b"number", "tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Topology: _TypeAlias = Topology  # noqa: Y015
+
+@_typing.final
+class PeerNode(_message.Message):
+    """A member, as the receiver of the message deals with it. The tokens are of this pair of nodes in this direction."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
+    SWARM_FIELD_NUMBER: _builtins.int
+    SWARM_ADDRESSES_FIELD_NUMBER: _builtins.int
+    CALL_TOKEN_FIELD_NUMBER: _builtins.int
+    ACCEPT_TOKEN_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    direct: _builtins.str
+    """HOST:PORT that the coordinator could reach; empty: none"""
+    swarm: _builtins.str
+    call_token: _builtins.bytes
+    """what the receiver shows when it calls that node"""
+    accept_token: _builtins.bytes
+    """what that node shows when it calls the receiver"""
+    @_builtins.property
+    def swarm_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        direct: _builtins.str = ...,
+        swarm: _builtins.str = ...,
+        swarm_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        call_token: _builtins.bytes = ...,
+        accept_token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_token", b"accept_token", "call_token", b"call_token", "direct", b"direct", "node", b"node", "swarm", b"swarm", "swarm_addresses", b"swarm_addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerNode: _TypeAlias = PeerNode  # noqa: Y015
+
+@_typing.final
+class TableSlices(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_DIGEST_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
+    table_digest: _builtins.str
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceOf]:
+        """in the order of the table, without gaps"""
+
+    def __init__(
+        self,
+        *,
+        table_digest: _builtins.str = ...,
+        slices: _abc.Iterable[Global___SliceOf] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slices", b"slices", "table_digest", b"table_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableSlices: _TypeAlias = TableSlices  # noqa: Y015
+
+@_typing.final
+class SliceOf(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REDUCER_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    OUT_START_FIELD_NUMBER: _builtins.int
+    OUT_END_FIELD_NUMBER: _builtins.int
+    reducer: _builtins.str
+    """node"""
+    start: _builtins.int
+    """bytes of every contribution"""
+    end: _builtins.int
+    out_start: _builtins.int
+    """bytes of the result"""
+    out_end: _builtins.int
+    def __init__(
+        self,
+        *,
+        reducer: _builtins.str = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        out_start: _builtins.int = ...,
+        out_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "out_end", b"out_end", "out_start", b"out_start", "reducer", b"reducer", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliceOf: _TypeAlias = SliceOf  # noqa: Y015
+
+@_typing.final
+class Reduce(_message.Message):
+    """To the reducers of a round: with whose votes the result is made, or, before the round closes, will be if all of
+    them deliver. A later attempt voids the results of earlier ones.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    VOTERS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    MEAN_WEIGHTS_FIELD_NUMBER: _builtins.int
+    TELL_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    topology: _builtins.int
+    attempt: _builtins.int
+    tell: _builtins.bool
+    """say with every arrival what is here, not only once all is"""
+    @_builtins.property
+    def voters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in slot order"""
+
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of their votes"""
+
+    @_builtins.property
+    def mean_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of their means"""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        topology: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        voters: _abc.Iterable[_builtins.str] | None = ...,
+        weights: _abc.Iterable[_builtins.int] | None = ...,
+        mean_weights: _abc.Iterable[_builtins.int] | None = ...,
+        tell: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "mean_weights", b"mean_weights", "round", b"round", "tell", b"tell", "topology", b"topology", "voters", b"voters", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reduce: _TypeAlias = Reduce  # noqa: Y015
+
+@_typing.final
+class Tunnel(_message.Message):
+    """Another node calls this one through the coordinator: open the bulk call Tunnel with the key in the metadata."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    caller: _builtins.str
+    """node"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        caller: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tunnel: _TypeAlias = Tunnel  # noqa: Y015
 
 @_typing.final
 class RoundOpen(_message.Message):
@@ -405,6 +865,7 @@ class RoundOpen(_message.Message):
     EVALUATE_FIELD_NUMBER: _builtins.int
     RESULT_READY_FIELD_NUMBER: _builtins.int
     FRONTIER_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     epoch: _builtins.int
     """of the roster"""
@@ -417,6 +878,8 @@ class RoundOpen(_message.Message):
     """already committed: fetch and apply, do not compute"""
     frontier: _builtins.int
     """first global sample index behind all leases of the run, this round's included"""
+    topology: _builtins.int
+    """by which the slices travel between nodes; 0: all goes to the coordinator"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node identities in slot order"""
@@ -432,10 +895,11 @@ class RoundOpen(_message.Message):
         evaluate: _builtins.bool = ...,
         result_ready: _builtins.bool = ...,
         frontier: _builtins.int = ...,
+        topology: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evaluate", b"evaluate", "frontier", b"frontier", "lease_count", b"lease_count", "lease_start", b"lease_start", "members", b"members", "result_ready", b"result_ready", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evaluate", b"evaluate", "frontier", b"frontier", "lease_count", b"lease_count", "lease_start", b"lease_start", "members", b"members", "result_ready", b"result_ready", "round", b"round", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -654,6 +1118,9 @@ class Commit(_message.Message):
     COUNTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     AGREEMENT_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     epoch: _builtins.int
     casting: _builtins.int
@@ -668,10 +1135,20 @@ class Commit(_message.Message):
     """the verdict in words"""
     agreement: _builtins.float
     """share of voted bits of the receiver that equal the result"""
+    topology: _builtins.int
+    """of such a round, the last one"""
     @_builtins.property
     def voters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceDigest]:
+        """of a round whose slices travelled between nodes; they cover the result"""
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of such a round: nodes that have the result, or parts of it, for those who have not"""
+
     def __init__(
         self,
         *,
@@ -685,14 +1162,177 @@ class Commit(_message.Message):
         counted: _builtins.bool = ...,
         reason: _builtins.str = ...,
         agreement: _builtins.float = ...,
+        slices: _abc.Iterable[Global___SliceDigest] | None = ...,
+        topology: _builtins.int = ...,
+        holders: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "casting", b"casting", "counted", b"counted", "epoch", b"epoch", "nbytes", b"nbytes", "payload_digest", b"payload_digest", "reason", b"reason", "round", b"round", "voters", b"voters", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "casting", b"casting", "counted", b"counted", "epoch", b"epoch", "holders", b"holders", "nbytes", b"nbytes", "payload_digest", b"payload_digest", "reason", b"reason", "round", b"round", "slices", b"slices", "topology", b"topology", "voters", b"voters", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class SliceDigest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUT_START_FIELD_NUMBER: _builtins.int
+    OUT_END_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    REDUCER_FIELD_NUMBER: _builtins.int
+    out_start: _builtins.int
+    out_end: _builtins.int
+    digest: _builtins.bytes
+    """xxh3_128"""
+    reducer: _builtins.str
+    def __init__(
+        self,
+        *,
+        out_start: _builtins.int = ...,
+        out_end: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        reducer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "out_end", b"out_end", "out_start", b"out_start", "reducer", b"reducer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliceDigest: _TypeAlias = SliceDigest  # noqa: Y015
+
+@_typing.final
+class PeerHello(_message.Message):
+    """------------------------------------------------------------------------------------------------ between nodes
+
+    A stream between two nodes, over whatever carries it, brings frames of protos/wire.py. The caller's first one is
+    a HEADER with a PeerHello.
+
+    A contribution to a slice: CHUNK frames, whose offsets count bytes of the slice, and END with a ContributionEnd go
+    up; CHUNK frames of the slice's result, offsets likewise, come down as they are made, RESTART when an attempt is
+    void, END with a ContributionEnd when the result of the attempt is whole. The caller ends the stream once it holds
+    what the coordinator has committed.
+
+    A fetch: CHUNK frames, offsets counting bytes of the whole result, and END come down.
+
+    A refusal comes as a REFUSAL frame with a Refusal, then the stream ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    run_digest: _builtins.str
+    sender: _builtins.str
+    """node"""
+    token: _builtins.bytes
+    """of the pair, see PeerNode"""
+    @_builtins.property
+    def slice(self) -> Global___SliceUp: ...
+    @_builtins.property
+    def fetch(self) -> Global___FetchResult: ...
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        run_digest: _builtins.str = ...,
+        sender: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+        slice: Global___SliceUp | None = ...,
+        fetch: Global___FetchResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "kind", b"kind", "slice", b"slice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "kind", b"kind", "protocol", b"protocol", "run_digest", b"run_digest", "sender", b"sender", "slice", b"slice", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["slice", "fetch"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___PeerHello: _TypeAlias = PeerHello  # noqa: Y015
+
+@_typing.final
+class SliceUp(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    topology: _builtins.int
+    slice: _builtins.int
+    nbytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        topology: _builtins.int = ...,
+        slice: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "round", b"round", "slice", b"slice", "topology", b"topology"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliceUp: _TypeAlias = SliceUp  # noqa: Y015
+
+@_typing.final
+class FetchResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    OUT_START_FIELD_NUMBER: _builtins.int
+    OUT_END_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    out_start: _builtins.int
+    out_end: _builtins.int
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        out_start: _builtins.int = ...,
+        out_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["out_end", b"out_end", "out_start", b"out_start", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchResult: _TypeAlias = FetchResult  # noqa: Y015
+
+@_typing.final
+class Refusal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """protos/refusal.py"""
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class ChunksHeader(_message.Message):
@@ -1157,3 +1797,112 @@ class StatusReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class ProbeRequest(_message.Message):
+    """------------------------------------------------------------------------------------------------------- probing
+
+    Coordinator.Probe: how the coordinator sees a machine that is, perhaps, no node yet.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    port: _builtins.int
+    """where the caller listens as a node does; 0: nowhere"""
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    version: _builtins.str
+    """of Atoll, for people"""
+    run_digest: _builtins.str
+    transport: _builtins.str
+    """of the run file: "hub", "direct", "swarm" or "auto" """
+    host: _builtins.str
+    """address from which the call came"""
+    time: _builtins.float
+    """the coordinator's clock, seconds since 1970"""
+    why_not: _builtins.str
+    """why the caller cannot be reached at `host` and `port`; empty: it can, or no port was given"""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of nodes that have been reached there"""
+
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        version: _builtins.str = ...,
+        run_digest: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        host: _builtins.str = ...,
+        time: _builtins.float = ...,
+        why_not: _builtins.str = ...,
+        peers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "peers", b"peers", "protocol", b"protocol", "run_digest", b"run_digest", "time", b"time", "transport", b"transport", "version", b"version", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeReply: _TypeAlias = ProbeReply  # noqa: Y015
+
+@_typing.final
+class MeasureReply(_message.Message):
+    """Bulk.Measure: CHUNK frames go up for a moment, then END; the reply is a HEADER with MeasureReply, once END has come
+    or the moment is over, then CHUNK frames for another moment, and END with a MeasureReply that tells `held` alone:
+    what has arrived is seen at the other end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NBYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    nbytes: _builtins.int
+    """bodies of the chunks behind the first one"""
+    seconds: _builtins.float
+    """from the arrival of the first one to that of the last one"""
+    held: _builtins.bool
+    """a round was being exchanged: this call gave way, it shows less than the link carries"""
+    def __init__(
+        self,
+        *,
+        nbytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "nbytes", b"nbytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureReply: _TypeAlias = MeasureReply  # noqa: Y015

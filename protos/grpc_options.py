@@ -24,6 +24,16 @@ _SHARED: Final[Options] = (
 
 CHANNEL_OPTIONS: Final[Options] = (*_SHARED, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 
+# Of a node's channels: connections of their own, and no pauses between attempts worth the name: whoever dials
+# pauses by itself.
+DIAL_OPTIONS: Final[Options] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
 SERVER_OPTIONS: Final[Options] = (
     *_SHARED,
     # A message somewhat over the limit is refused in words; gRPC would break the stream without any.

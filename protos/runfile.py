@@ -24,6 +24,7 @@ from protos.sections import (
     SECTIONS,
     CoordinatorConfig,
     DataConfig,
+    ExchangeConfig,
     ModelConfig,
     RoundConfig,
     RunConfig,
@@ -40,6 +41,7 @@ else:
 __all__ = [
     "CoordinatorConfig",
     "DataConfig",
+    "ExchangeConfig",
     "MethodConfig",
     "ModelConfig",
     "RoundConfig",
@@ -71,6 +73,7 @@ class RunFile(BaseModel):
     data: DataConfig = Field(default_factory=DataConfig)
     method: MethodConfig = Field(default_factory=MethodConfig)
     round: RoundConfig = Field(default_factory=RoundConfig)
+    exchange: ExchangeConfig = Field(default_factory=ExchangeConfig)
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
 
     @model_validator(mode="after")
@@ -133,8 +136,9 @@ class RunFile(BaseModel):
 
     @property
     def digest(self) -> str:
-        """sha256, in hex, of the effective values of all sections but [coordinator]."""
-        values = {name: dict(section) for name, section in self if name != CoordinatorConfig.title}
+        """sha256, in hex, of the effective values of all sections that decide what is computed."""
+        ways = (ExchangeConfig.title, CoordinatorConfig.title)
+        values = {name: dict(section) for name, section in self if name not in ways}
         canonical = json.dumps(
             [_DIGEST_FORMAT, values], sort_keys=True, separators=(",", ":"), allow_nan=False
         )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -199,6 +199,19 @@ class RoundConfig(Section):
             yield Problem(self.title, "deadline", rule, fix, self.deadline)
 
 
+class ExchangeConfig(Section):
+    """What carries the bytes of a round. This section is not part of the run's digest."""
+
+    title = "exchange"
+
+    transport: Literal["hub", "direct", "swarm", "auto"] = Field(
+        default="hub",
+        description="'hub': everything goes to the coordinator, which reduces; 'direct': nodes reduce "
+        "a slice each and call each other; 'swarm': likewise over libp2p, through NAT (extra 'swarm'); "
+        "'auto': every node by the best way that it has.",
+    )
+
+
 class CoordinatorConfig(Section):
     """Where the coordinator listens. This section is not part of the run's digest."""
 
@@ -215,7 +228,15 @@ class CoordinatorConfig(Section):
 
 SECTIONS: Final[dict[str, type[Section]]] = {
     model.title: model
-    for model in (RunConfig, ModelConfig, DataConfig, MethodConfig, RoundConfig, CoordinatorConfig)
+    for model in (
+        RunConfig,
+        ModelConfig,
+        DataConfig,
+        MethodConfig,
+        RoundConfig,
+        ExchangeConfig,
+        CoordinatorConfig,
+    )
 }
 
 

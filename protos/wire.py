@@ -13,12 +13,16 @@ from typing import Final
 
 import xxhash
 
-PROTOCOL: Final = 3  # raised when old and new nodes cannot work together
+PROTOCOL: Final = 4  # raised when old and new nodes cannot work together
 
-CONTROL_SERVICE: Final = "atoll.v1.Coordinator"  # GetRun, Join, Session, GetStatus
-BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutChunks, GetChunks, GetResults: raw bytes
+CONTROL_SERVICE: Final = "atoll.v1.Coordinator"  # GetRun, Join, Session, GetStatus, Probe
+BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutChunks, GetChunks, GetResults, Tunnel, Measure: raw bytes
+PEER_SERVICE: Final = "atoll.v1.Peer"  # of a node, for other nodes: Stream, Reach. Raw bytes
 TOKEN_KEY: Final = "atoll-token"
 SESSION_KEY: Final = "atoll-session"
+PEER_END: Final = b""  # a side's last message on a stream between nodes: not a frame, so nothing else is it
+TUNNEL_TO_KEY: Final = "atoll-tunnel-to"  # of the call Tunnel: the node that is called
+TUNNEL_KEY: Final = "atoll-tunnel"  # of the call Tunnel by the node that is called: the key it was given
 SESSION_UNKNOWN: Final = "join again: "  # begins the details of UNAUTHENTICATED where that helps
 
 CHUNK_BYTES: Final = 1 << 20  # body of a CHUNK frame; a multiple of 64
@@ -33,7 +37,8 @@ CHUNK: Final = 2  # payload bytes at an offset
 RESTART: Final = 3  # the voters changed: forget the result chunks of earlier attempts
 COMMIT: Final = 4  # last frame of a result
 END: Final = 5  # last frame of an upload
-_KINDS: Final = frozenset((HEADER, CHUNK, RESTART, COMMIT, END))
+REFUSAL: Final = 6  # last frame of a stream between nodes: why it came to nothing
+_KINDS: Final = frozenset((HEADER, CHUNK, RESTART, COMMIT, END, REFUSAL))
 
 
 class FrameError(ValueError):

@@ -23,6 +23,7 @@ from coordinator.plan import RunPlan
 from coordinator.result import ResultRing
 from coordinator.rounds import Policy
 from coordinator.run import Run
+from optim import reduction
 from optim.aggregate import TallyFunction
 from optim.mean import F32
 
@@ -320,7 +321,7 @@ def plan_of(schedule: Schedule) -> RunPlan:
 @contextlib.contextmanager
 def pooled() -> Iterator[None]:
     """Small payloads are reduced in the pool, as large ones are."""
-    inline: int = active_round.INLINE_BYTES
+    inline = reduction.INLINE_BYTES
     vars(active_round)["INLINE_BYTES"] = 0  # a constant everywhere else
     try:
         yield

@@ -35,6 +35,7 @@ class RoundOrder:
     evaluate: bool  # measure the validation loss after applying
     result_ready: bool  # committed already without us: fetch and apply, do not compute
     frontier: int = 0  # first global sample index behind all leases of the run, this round's included
+    topology: int = 0  # by which slices travel between nodes; 0: all goes to the coordinator
     generation: int = field(default=0, compare=False)  # of the session's stream that brought the order
 
 

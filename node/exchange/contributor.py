@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from node.exchange.base import ReplayOrder, RoundOrder, RoundResult
 from node.exchange.bulk import Contribution, contribute
 from node.exchange.filling import Filling, Withdrawn
 from node.exchange.link import Link
+from node.exchange.peers.rounds import PeerRounds
 from node.exchange.replay import Replay, held_buckets
 from node.exchange.result import round_result
 from node.exchange.retry import Patience, Say, Timing
@@ -36,6 +38,7 @@ class Contributor:
         weight: of the node's votes.
         timing: clock, sleep and randomness of retries.
         say: receives what is waited for and what was refused.
+        peers: takes part in rounds whose slices travel between nodes; ``None``: there are none.
 
     Attributes:
         sent_at: when the last payload had been handed to the transport, in the clock's seconds.
@@ -52,7 +55,9 @@ class Contributor:
         weight: int,
         timing: Timing,
         say: Say,
+        peers: PeerRounds | None = None,
     ) -> None:
+        self._peers = peers
         self.sent_at, self.sending = math.nan, False
         self._link, self._session = link, session
         self._tables, self._lane, self._weight = tables, lane, weight
@@ -100,6 +105,7 @@ class Contributor:
             tables=self._tables,
             lane=self._lane,
             counted=self._was_counted,
+            peers=self._peers,
             timing=self._timing,
             say=self._say,
         )
@@ -155,37 +161,113 @@ class Contributor:
         patience = Patience(
             f"the commit of round {order.round + 1}", self._link.limits.reconnect, self._timing, self._say
         )
-        hidden = False
-        while True:
-            order = await session.confirmed(order)
-            contribution = Contribution(self._header(order, memory, reason), memory, filling)
-            if memory is not None:
-                self._sent_as.add(session.node)
-            self.sending = memory is not None
-            try:
-                return await contribute(self._link, session.secret, contribution, into, self._mark_sent)
-            except Withdrawn as withdrawn:
-                memory, reason = None, str(withdrawn)
-            except Trouble as trouble:
-                if self._cut_off(order, trouble):
-                    self._say(f"cut off in round {order.round + 1}: {trouble}")
-                    order = await session.offered_again(order)
-                elif trouble.kind is Kind.REFUSED and memory is not None:
-                    self._say(
-                        f"the contribution to round {order.round + 1} was refused: {trouble}; "
-                        "fetching the result"
-                    )
-                    memory, reason = None, "its contribution was refused"
-                elif trouble.kind is Kind.HIDDEN and not hidden:
-                    hidden = True
-                elif trouble.kind is Kind.HIDDEN:
-                    # Too late or refused. An abstention is so short that the answer gets through.
-                    memory, reason = None, "its contribution was not taken"
-                    await patience.endure(trouble)
-                else:
-                    await patience.endure(trouble)
-            finally:
-                self.sending = False
+        hidden = asked = False
+        between: asyncio.Future[pb.Commit] | None = None  # the round, while its slices travel between nodes
+        try:
+            while True:
+                order = await session.confirmed(order)
+                if memory is not None:
+                    self._sent_as.add(session.node)
+                self.sending = memory is not None
+                try:
+                    if not order.topology or order.result_ready or asked:
+                        return await self._through_coordinator(order, memory, filling, into, reason)
+                    if between is None or between.done():
+                        between = asyncio.ensure_future(
+                            self._peers_of(order).reduce(
+                                order, memory, filling, into, reason, self._mark_sent
+                            )
+                        )
+                    newer = await self._opened_anew(order, between)
+                    if newer is None:
+                        return await between
+                    order = newer
+                    if not order.topology or order.result_ready:
+                        between.cancel()
+                        await asyncio.wait({between})
+                    else:
+                        self._peers_of(order).rejoined()
+                except Withdrawn as withdrawn:
+                    memory, reason = None, str(withdrawn)
+                except Trouble as trouble:
+                    asked = asked or self._decided(order)
+                    if not asked and self._cut_off(order, trouble):
+                        self._say(f"cut off in round {order.round + 1}: {trouble}")
+                        order = await session.offered_again(order)
+                    elif trouble.kind is Kind.REFUSED and memory is not None:
+                        self._say(
+                            f"the contribution to round {order.round + 1} was refused: {trouble}; "
+                            "fetching the result"
+                        )
+                        memory, reason = None, "its contribution was refused"
+                    elif trouble.kind is Kind.HIDDEN and not hidden:
+                        hidden = True
+                    elif trouble.kind is Kind.HIDDEN:
+                        # Too late or refused. An abstention is so short that the answer gets through.
+                        memory, reason = None, "its contribution was not taken"
+                        await patience.endure(trouble)
+                    else:
+                        await patience.endure(trouble)
+                finally:
+                    self.sending = False
+        finally:
+            if between is not None:
+                between.cancel()
+
+    async def _through_coordinator(
+        self,
+        order: RoundOrder,
+        memory: memoryview | None,
+        filling: Filling | None,
+        into: memoryview,
+        reason: str,
+    ) -> pb.Commit:
+        """The commit from the coordinator, with the result, or with the names of those who have it."""
+        if order.topology:  # it is decided, and the coordinator takes no slices
+            memory = filling = None
+        contribution = Contribution(self._header(order, memory, reason), memory, filling)
+        commit = await contribute(self._link, self._session.secret, contribution, into, self._mark_sent)
+        if commit.slices:
+            await self._peers_of(order).complete(commit, into, "state")
+        return commit
+
+    async def _opened_anew(self, order: RoundOrder, between: asyncio.Future[pb.Commit]) -> RoundOrder | None:
+        """Wait for the end of a round whose slices travel between nodes (``None``), or for a new stream of
+        the session to open it again.
+
+        Nothing of such a round depends on the session but the word of its commit: it goes on meanwhile.
+
+        Raises:
+            RoundLost: the new stream has something else for this node.
+        """
+        session = self._session
+        again = asyncio.ensure_future(session.offered_again(order))
+        pending: set[asyncio.Future[Any]] = {between, again}
+        try:
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if session.generation != order.generation:
+                await asyncio.wait({again})  # its first order tells what it takes this node to have
+            if not again.done():
+                return None
+            error = again.exception()
+            if error is not None and not isinstance(error, RoundLost) and self._decided(order):
+                return None  # the session is over, the result comes from elsewhere
+            return again.result()
+        finally:
+            again.cancel()
+
+    def _peers_of(self, order: RoundOrder) -> PeerRounds:
+        if self._peers is None:
+            raise Trouble(
+                Kind.PROTOCOL,
+                f"the slices of round {order.round + 1} travel between nodes, for which this one is not set "
+                "up: install the same version of Atoll on the coordinator and on all nodes",
+            )
+        return self._peers
+
+    def _decided(self, order: RoundOrder) -> bool:
+        """Whether the round is one between nodes and known to be committed."""
+        return bool(order.topology) and self._peers is not None and self._peers.decided(order.round)
 
     def _cut_off(self, order: RoundOrder, trouble: Trouble) -> bool:
         """Whether the stream that brought the order is gone, or soon will be, as the session is unknown."""

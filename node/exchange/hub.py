@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,18 +33,21 @@ from node.exchange.link import Limits, Link
 from node.exchange.meter import Meter
 from node.exchange.network import process_network
 from node.exchange.news import Publish
+from node.exchange.peers.setting import PeerSetting
+from node.exchange.peers.setup import Peers, open_peers
 from node.exchange.replay import results
-from node.exchange.retry import Patience, Say, Timing, persist
+from node.exchange.retry import Patience, Say, Timing, persist, within
 from node.exchange.session import Admission, Claim, Session
 from node.exchange.spool import Spool
 from node.exchange.tensor_bytes import Row
-from node.exchange.trouble import TransferError
+from node.exchange.trouble import TransferError, Trouble
 from protos import atoll_pb2 as pb
 from protos.buckets import TableSchedule
 from protos.invite import Invite
 
 T = TypeVar("T")
 
+_PEERS_SECONDS = 300.0  # for all ways together: the swarm has phases with deadlines of their own
 _SLACK_SECONDS = 5.0  # of a facade's deadline over the deadlines inside
 
 
@@ -80,7 +84,9 @@ class HubExchange:
         self.address = invite.address
         self._timing = timing or Timing()
         self._say = say
+        self._token = invite.token
         self._contributor: Contributor | None = None
+        self._peers: Peers | None = None
         self._closed = False
         self._publish = publish
         self._network = process_network().open()
@@ -125,7 +131,13 @@ class HubExchange:
             persist(self._link.get_run, patience), self._bound(self.limits.wait), "asking what run this is"
         )
 
-    def join(self, claim: Claim, tables: TableSchedule, lane: TableSchedule | None = None) -> Admission:
+    def join(
+        self,
+        claim: Claim,
+        tables: TableSchedule,
+        lane: TableSchedule | None = None,
+        peers: PeerSetting | None = None,
+    ) -> Admission:
         """Ask for admission and take up the session.
 
         Args:
@@ -133,10 +145,16 @@ class HubExchange:
             tables: what travels, round by round.
             lane: the part of it that this rank carries, if the node is an island whose other ranks carry the
                 rest, each by a :class:`~node.exchange.lane.LaneExchange`.
+            peers: how other nodes reach this one, for rounds whose slices travel between nodes. ``None``: it
+                takes part in no such round, and with it the run has none. Not for an island.
 
         Raises:
-            ExchangeError: refused; the text is the coordinator's.
+            ExchangeError: refused; the text is the coordinator's. Or it cannot listen for other nodes.
         """
+        if peers is not None:
+            claim = self._call(
+                self._open_peers(peers, claim, tables), _PEERS_SECONDS, "opening the ways to other nodes"
+            )
         self._contributor = Contributor(
             self._link,
             self._session,
@@ -145,10 +163,26 @@ class HubExchange:
             weight=claim.weight,
             timing=self._timing,
             say=self._say,
+            peers=None if self._peers is None else self._peers.rounds,
         )
         return self._call(
             self._session.join(claim, self.limits.wait), self._bound(self.limits.wait), "joining the run"
         )
+
+    async def _open_peers(self, setting: PeerSetting, claim: Claim, tables: TableSchedule) -> Claim:
+        self._peers = await open_peers(
+            setting,
+            self._link,
+            self._session,
+            tables=tables,
+            run_digest=claim.run_digest,
+            token=self._token,
+            name=claim.name,
+            meter=self.meter,
+            timing=self._timing,
+            say=self._say,
+        )
+        return replace(claim, endpoint=self._peers.endpoint)
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         if self._closed:
@@ -278,7 +312,7 @@ class HubExchange:
         self._closed = True
         try:
             with contextlib.suppress(ExchangeError):
-                self._network.call(self._close(reason), self.limits.leave * 2 + _SLACK_SECONDS, "leaving")
+                self._network.call(self._close(reason), self.limits.leave * 3 + _SLACK_SECONDS, "leaving")
         finally:
             self._network.close()
 
@@ -287,4 +321,7 @@ class HubExchange:
             self._contributor.cancel()
         self._uploads.cancel()
         await self._session.leave(reason)
+        if self._peers is not None:
+            with contextlib.suppress(Trouble):
+                await within(self.limits.leave, "ending the streams of other nodes", self._peers.close())
         await self._link.close()

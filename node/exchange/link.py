@@ -5,7 +5,7 @@ Control and bulk travel on separate connections: a slow uplink full of payload m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -19,22 +19,13 @@ from node.exchange.retry import within
 from node.exchange.trouble import Kind, Trouble, diagnose
 from protos import atoll_pb2 as pb
 from protos import wire
-from protos.grpc_options import CHANNEL_OPTIONS
+from protos.grpc_options import DIAL_OPTIONS
 from protos.invite import Invite
 
 M = TypeVar("M", bound=Message)
 Call = aio.StreamStreamCall[Any, Any]
 
 STATUS_SECONDS: Final = 5.0  # for the status that follows a last frame
-
-_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
-    *CHANNEL_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),
-    # Pauses between attempts are ours (retry.py), gRPC's own must be shorter.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 10_000),
-    ("grpc.max_reconnect_backoff_ms", 200),
-)
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,8 @@ class Link:
 
     def open(self) -> None:
         """Make the channels; connecting happens with the first call."""
-        self._control = aio.insecure_channel(self.address, options=_OPTIONS)
-        self._bulk = aio.insecure_channel(self.address, options=_OPTIONS)
+        self._control = aio.insecure_channel(self.address, options=DIAL_OPTIONS)
+        self._bulk = aio.insecure_channel(self.address, options=DIAL_OPTIONS)
 
     async def close(self) -> None:
         """End both connections and every call on them."""
@@ -116,6 +107,16 @@ class Link:
     def exchange(self, secret: str) -> Call:
         """The stream of one round."""
         return self._frames("Exchange", secret, ("contribution", "result"), self.limits.round)
+
+    def tunnel(self, secret: str, key: str, value: str) -> Call:
+        """A stream to another node through the coordinator: to the one that ``value`` names (``key``
+        :data:`~protos.wire.TUNNEL_TO_KEY`), or the one that called this node by it
+        (:data:`~protos.wire.TUNNEL_KEY`). Whoever uses the stream counts its bytes."""
+        assert self._bulk is not None
+        method = self._bulk.stream_stream(
+            f"/{wire.BULK_SERVICE}/Tunnel", request_serializer=bytes, response_deserializer=bytes
+        )
+        return method(None, metadata=aio.Metadata(*self._metadata(secret), (key, value)))
 
     def put_chunks(self, secret: str) -> aio.StreamUnaryCall[bytes, bytes]:
         """The upload of a part of a snapshot; the reply is a ChunksReceipt."""

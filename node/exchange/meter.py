@@ -27,14 +27,18 @@ class Meter:
 
     def __init__(self, on_bytes: Callable[[Direction, Kind, int], None] | None = None) -> None:
         self._bytes = {(direction, kind): 0 for direction in DIRECTIONS for kind in KINDS}
-        self._on_bytes = on_bytes
+        self._listeners = [] if on_bytes is None else [on_bytes]
+
+    def listen(self, on_bytes: Callable[[Direction, Kind, int], None]) -> None:
+        """Call this with every addition, too."""
+        self._listeners.append(on_bytes)
 
     def add(self, direction: Direction, kind: Kind, message_bytes: int) -> None:
         """Count one message of ``message_bytes`` bytes and its prefix."""
         nbytes = message_bytes + MESSAGE_PREFIX_BYTES
         self._bytes[direction, kind] += nbytes
-        if self._on_bytes is not None:
-            self._on_bytes(direction, kind, nbytes)
+        for listener in self._listeners:
+            listener(direction, kind, nbytes)
 
     def total(self, direction: Direction) -> int:
         """Bytes of all kinds in one direction."""

@@ -16,6 +16,7 @@ from grpc import aio
 
 from node.exchange.base import ExchangeError, ReplayOrder, RoundResult
 from node.exchange.link import STATUS_SECONDS, Link, seen_out
+from node.exchange.peers.rounds import PeerRounds
 from node.exchange.result import ResultAssembly, round_result
 from node.exchange.retry import Patience, Say, Timing, within
 from node.exchange.standing import Standing
@@ -39,6 +40,7 @@ class Replay:
         counted: tells of a commit whether a contribution of this process is in it.
         timing: clock, sleep and randomness of retries.
         say: receives what is waited for.
+        peers: fetches results that nodes have, and not the coordinator.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Replay:
         counted: Callable[[pb.Commit], bool],
         timing: Timing,
         say: Say,
+        peers: PeerRounds | None = None,
     ) -> None:
-        self._link, self._session, self._counted = link, session, counted
+        self._link, self._session, self._counted, self._peers = link, session, counted, peers
         self._tables, self._lane = tables, lane
         self._next, self._end = order.first, order.first + order.count
         nbytes = (lane or tables).result_nbytes
@@ -102,6 +105,8 @@ class Replay:
         while True:
             try:
                 commit = await self._read(round_index, byte_view(buffer))
+                if commit.slices and self._peers is not None:
+                    await self._peers.complete(commit, byte_view(buffer), "state")
                 break
             except Trouble as trouble:
                 self._drop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -49,6 +50,7 @@ class Claim:
     batch: int = 0  # samples of a micro-step; 0: as the run file says
     samples: int = 0  # first global sample index behind all that the run had leased
     state_bytes: int = 0  # of the shared state
+    endpoint: pb.Endpoint | None = None  # how other nodes reach it; None: its slices cannot travel so
     former: str = field(default="", repr=False)
     lease_round: int = 0
     lease_start: int = 0
@@ -87,6 +89,7 @@ class Claim:
             batch=self.batch,
             samples=self.samples,
             state_bytes=self.state_bytes,
+            endpoint=self.endpoint,
             former=self.former,
             lease_round=self.lease_round,
             lease_start=self.lease_start,
@@ -119,6 +122,7 @@ class Session:
         self._timing = timing
         self._say = say
         self._publish = publish
+        self._listener: Callable[[pb.CoordinatorMessage], object] = lambda message: None
         self._claim: Claim | None = None
         self._admission: Admission | None = None
         self._orders: deque[Order] = deque()
@@ -156,6 +160,17 @@ class Session:
         admission = await persist(self._ask, self._patience(seconds))
         self._task = asyncio.ensure_future(self._hold())
         return admission
+
+    def listen(self, listener: Callable[[pb.CoordinatorMessage], object]) -> None:
+        """Hand messages that are no orders to ``listener``, in the order in which all of them come. If it
+        raises :class:`Trouble`, the session fails."""
+        self._listener = listener
+
+    def announce(self, endpoint: pb.Endpoint) -> None:
+        """Tell how other nodes reach this one from now on, also in the next session."""
+        if self._claim is not None:
+            self._claim = replace(self._claim, endpoint=endpoint)
+        self.send(pb.NodeMessage(endpoint=endpoint))
 
     def hold_state(self, round_index: int, state_digest: str) -> None:
         """Remember the shared state that a rejoin may claim: that before ``round_index``."""
@@ -327,6 +342,7 @@ class Session:
         self._unheard.clear()
         order = _order(message, self.generation)
         if order is None:
+            self._listener(message)
             return
         if isinstance(order, StopOrder):
             self._stopped = True
@@ -359,7 +375,7 @@ class Session:
 
 
 def _order(message: pb.CoordinatorMessage, generation: int) -> Order | None:
-    """The order in a message; ``None`` for a kind that a later version may have added."""
+    """The order in a message; ``None`` if it is none, or of a kind that a later version may have added."""
     kind = message.WhichOneof("kind")
     if kind == "round_open":
         opened = message.round_open
@@ -372,6 +388,7 @@ def _order(message: pb.CoordinatorMessage, generation: int) -> Order | None:
             evaluate=opened.evaluate,
             result_ready=opened.result_ready,
             frontier=opened.frontier,
+            topology=opened.topology,
             generation=generation,
         )
     if kind == "donate":

@@ -16,15 +16,15 @@ from coordinator.contribution import Contribution
 from coordinator.journal import Done, JournalError
 from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member
-from coordinator.reducer import Slab
 from coordinator.reducing import Pool, Reducing
-from coordinator.refusal import Refused
 from coordinator.rounds import Policy, State, Verdict
 from optim.aggregate import ReducerMemory, casting_voter
 from optim.bits import tally
 from optim.reduce import reduce_payloads
+from optim.reduction import Slab
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
+from protos.refusal import Refused
 from protos.wire import CHUNK, decode_frame, encode_frame
 from tests.coordinator.coordinator_rig import (
     HeldPool,

@@ -254,7 +254,7 @@ def test_folders_that_cannot_be_audited(tmp_path: Path) -> None:
     with tables.transaction(durable=False):
         tables.set_meta("format", "7")
     tables.close()
-    with pytest.raises(JournalError, match="has format 7, this Atoll knows format 1: update Atoll"):
+    with pytest.raises(JournalError, match="has format 7, this Atoll knows format 2: update Atoll"):
         of(tmp_path / "newer")
     (tmp_path / "newer" / "journal.sqlite").write_bytes(b"no database at all" * 100)
     with pytest.raises(JournalError, match="is damaged"):

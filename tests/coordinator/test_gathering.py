@@ -52,6 +52,16 @@ async def test_the_grace_begins_with_the_first_and_is_not_begun_again_by_others(
     assert site.run.registry.roster.members == ("node-0", "node-1")
 
 
+async def test_who_has_said_goodbye_is_not_waited_for() -> None:
+    site, lost = await restarted()
+    site.nodes = [node.again(site.hub, round=1, state_digest="state-1") for node in lost[:2]]
+    last = lost[2].again(site.hub, round=1, state_digest="another")
+    assert members_back(site) == "2 of 3 members are back", "it has to load the common state first"
+    last.leave("interrupted by its user")
+    assert site.run.phase == "training"
+    assert site.run.registry.roster.members == ("node-0", "node-1")
+
+
 async def test_who_has_to_replay_first_is_waited_for_within_the_grace() -> None:
     site = Site(nodes=2, rounds=9)
     for _ in range(4):
@@ -67,7 +77,8 @@ async def test_who_has_to_replay_first_is_waited_for_within_the_grace() -> None:
 
 
 async def test_who_was_cut_off_may_come_back_for_a_while() -> None:
-    site = Site(nodes=2, rounds=9, policy=PATIENT)
+    waits_of_rounds = Policy(deadline=4.0, start_timeout=5.0, quorum=0.6)
+    site = Site(nodes=2, rounds=9, policy=waits_of_rounds)
     await site.play()
     for node in site.nodes:
         node.die()

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from coordinator.exchange import Exchange
-from coordinator.refusal import Refused
-from coordinator.result import RING_ROUNDS
+from coordinator.gathering import RETURN_SECONDS
 from coordinator.rounds import Policy
 from protos import atoll_pb2 as pb
 from protos import wire
+from protos.refusal import Refused
+from protos.ring import RING_ROUNDS
 from tests.coordinator.coordinator_rig import (
     FakeNode,
     Site,
@@ -676,7 +677,7 @@ async def test_when_nobody_comes_back_the_run_has_failed() -> None:
     await site.play()
     for node in site.nodes:
         node.die()
-    site.timer.advance(60.0)
+    site.timer.advance(RETURN_SECONDS)
     assert site.run.phase == "failed" and site.run.finished.is_set()
     with pytest.raises(Refused, match="the run has ended: every node left"):
         site.hub.join(join_request(site.table), "")

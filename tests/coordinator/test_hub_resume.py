@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.refusal import Refused
 from protos import atoll_pb2 as pb
+from protos.refusal import Refused
 from tests.coordinator.coordinator_rig import FakeNode, Site, join_request, random_payload, soon
 from tests.coordinator.state_rig import SharedState, donate, load
 

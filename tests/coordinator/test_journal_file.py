@@ -402,7 +402,7 @@ def test_calls_out_of_order_are_refused(tmp_path: Path, desk: Desk) -> None:
     journal.begin(START)
     with pytest.raises(ValueError, match="not the next"):
         commit(journal, desk, 1)
-    with pytest.raises(ValueError, match="has 100 bytes, not 7"):
+    with pytest.raises(ValueError, match="has 100 bytes here, not 7"):
         commit(journal, desk, 0, nbytes=7)
     with pytest.raises(ValueError, match="is not ahead"):
         journal.skipped(0, 0)

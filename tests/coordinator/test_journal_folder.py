@@ -58,9 +58,9 @@ def test_folders_that_are_refused(tmp_path: Path, desk: Desk) -> None:
     assert "give another folder with --journal" in refused(folder, run_digest="other")
     assert "lays results out otherwise" in refused(folder, table_digest="other")
     with sqlite3.connect(folder / "journal.sqlite") as db:
-        db.execute("UPDATE meta SET value = '2' WHERE key = 'format'")
+        db.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
     db.close()
-    assert "has format 2, written by a newer Atoll" in refused(folder)
+    assert "has format 3, written by a newer Atoll" in refused(folder)
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.tex").write_text("x")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from coordinator.active_round import MAX_BROKEN_STREAMS
 from coordinator.exchange import Exchange
-from coordinator.refusal import Refused
 from coordinator.rounds import Policy
 from optim.pieces import cut
 from optim.reduce import reduce_payloads
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable
+from protos.refusal import Refused
 from protos.wire import payload_digest
 from tests.coordinator.coordinator_rig import (
     Download,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.events import CatchUpPlanned, DigestAgreed, NodeDeviated, SnapshotBegun, SnapshotFailed
+from coordinator.gathering import RETURN_SECONDS
 from coordinator.newcomers import MAX_FAILURES, MAX_IDLE, MAX_REPLAY
-from coordinator.refusal import Refused
 from protos import atoll_pb2 as pb
+from protos.refusal import Refused
 from tests.coordinator.coordinator_rig import FakeNode, Site, random_payload
 from tests.coordinator.state_rig import SharedState, donate, load
 
@@ -29,7 +30,7 @@ def forget(site: Site, before: int) -> None:
     """The journal and the ring have dropped the results of the first rounds."""
     for index in range(before):
         site.journal.rounds.pop(index, None)
-        site.run.results._results.pop(index, None)
+        site.run.results._kept.pop(index, None)
 
 
 # ------------------------------------------------------------------------------------------------ replay
@@ -484,7 +485,7 @@ async def test_when_nobody_else_is_left_a_claim_is_believed() -> None:
     site.nodes[0].die()
     back = site.add(round=1, state_digest="unheard of")  # without its former secret
     assert back.reply.needs_state and site.run.phase == "gathering"
-    site.idle(60.0)
+    site.idle(RETURN_SECONDS)
     assert (await back.opened(1)).members == [back.id]
 
 
@@ -494,5 +495,5 @@ async def test_a_claim_that_is_known_to_be_wrong_is_never_believed() -> None:
     site.nodes[0].die()
     forget(site, 1)
     back = site.add(round=1, state_digest="a lie")
-    site.idle(60.0)
+    site.idle(RETURN_SECONDS)
     assert site.run.phase == "failed" and "nobody holds the shared state" in (await back.stopped()).reason

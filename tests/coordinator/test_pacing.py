@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coordinator.pacing import BLOCKED_SECONDS, QUIET_SECONDS, SHARE, Flow, Pacer, exchanging
+from coordinator.pacing import BLOCKED_SECONDS, KEEP_UP, QUIET_SECONDS, SHARE, Flow, Pacer, exchanging
 from tests.coordinator.coordinator_rig import Site, VirtualTimer, random_payload, soon
 
 MIB = 1 << 20
 PATIENCE = 15.0
+MEMBERS = 2
 
 
 class Link:
-    """A coordinator's link of ``rate`` bytes a second: a round's traffic, and background streams that want to
-    send without end."""
+    """A coordinator's link of ``rate`` bytes a second: the traffic of rounds of :data:`MEMBERS` nodes, and
+    background streams that want to send without end; some carry results, from those of the rounds
+    ``replayed`` on."""
 
-    def __init__(self, streams: int, *, rate: float = 100e6 / 8) -> None:
+    def __init__(self, streams: int, *, rate: float = 100e6 / 8, replayed: tuple[int, ...] = ()) -> None:
         self.timer = VirtualTimer()
         self.rate = rate
         self.busy = False
@@ -29,9 +32,12 @@ class Link:
             now=self.timer.now,
             exchanging=lambda: self.busy,
             moved=lambda: self.round_bytes + sum(self.sent),
+            members=lambda: MEMBERS,
             patience=PATIENCE,
         )
-        self.flows = [self.pacer.flow() for _ in range(streams)]
+        self.open = contextlib.ExitStack()
+        flows = [*replayed, *[None] * (streams - len(replayed))]
+        self.flows = [self.open.enter_context(self.pacer.flow(first)) for first in flows]
         self.due = [self.timer.now()] * streams
         self.last = [self.timer.now()] * streams
 
@@ -81,6 +87,37 @@ def test_nobody_starves_on_a_link_that_never_rests() -> None:
     link.run(100, step=0.05)
     assert all(sent >= 5 * MIB for sent in link.sent)
     assert max(link.gaps) <= PATIENCE + 0.1
+
+
+def test_who_replays_results_overtakes_rounds_that_never_rest() -> None:
+    link = Link(2, replayed=(3,))
+    link.busy = True
+    link.run(60)
+    added = link.round_bytes / (2 * MEMBERS)  # by the rounds, to what has to be replayed
+    kept_alive = (60 / PATIENCE + 1) * MIB
+    assert KEEP_UP * added - MIB <= link.sent[0]
+    assert sum(link.sent) <= KEEP_UP * added + SHARE * link.round_bytes + 2 * kept_alive
+
+
+def test_who_is_nearest_to_its_goal_overtakes_first() -> None:
+    link = Link(3, replayed=(10, 90, 50))
+    link.busy = True
+    link.run(60)
+    added = link.round_bytes / (2 * MEMBERS)
+    kept_alive = (60 / PATIENCE + 1) * MIB
+    assert link.sent[1] >= KEEP_UP * added - MIB
+    assert link.sent[0] + link.sent[2] <= SHARE * link.round_bytes + 2 * kept_alive
+
+
+def test_the_next_one_overtakes_when_the_first_has_arrived() -> None:
+    link = Link(1, replayed=(10,))
+    link.busy = True
+    with link.pacer.flow(90):
+        link.run(60)
+        assert link.sent[0] <= SHARE * link.round_bytes + (60 / PATIENCE + 1) * MIB
+    before = link.sent[0]
+    link.run(60)
+    assert link.sent[0] - before >= KEEP_UP * link.round_bytes / 2 / (2 * MEMBERS) - MIB
 
 
 def test_rounds_take_turns_with_streams() -> None:

@@ -11,8 +11,8 @@ import pytest
 from coordinator.events import JournalTrouble, RoundCommitted, RunResumed
 from coordinator.gathering import BACK_SECONDS
 from coordinator.journal import JournalError, MemoryJournal
-from coordinator.refusal import Refused
 from protos import atoll_pb2 as pb
+from protos.refusal import Refused
 from tests.coordinator.coordinator_rig import (
     FakeNode,
     HeldJournal,
@@ -136,6 +136,26 @@ async def test_those_with_work_in_hand_keep_it_and_the_others_take_the_rest(hold
     assert site.run.leases.trained == 24 and not site.run.leases.returned
 
 
+async def test_a_snapshot_that_is_due_waits_for_the_round_in_hand() -> None:
+    """A node that is asked for its state instead takes that round for lost, with what it has computed."""
+    site = Site(nodes=NODES, rounds=ROUNDS, snapshot_every=2)
+    await site.play()
+    await site.play()
+    for node in site.nodes:
+        message = await node.order()
+        assert message is not None and message.donate.round == 2
+    orders = await site.opened()
+    lost = site.restart()  # and no part of that snapshot has come
+    claims = [{"round": 2, "state_digest": "state-2", **work(order)} for order in orders]
+    again = await back(site, lost, claims)
+    assert again == orders
+    for i, (node, order) in enumerate(zip(site.nodes, again, strict=True)):
+        node.send(order, payload(site, i, 2))
+    for node in site.nodes:
+        message = await node.order()
+        assert message is not None and message.donate.round == 3
+
+
 async def test_samples_that_had_returned_are_read_after_a_restart() -> None:
     site = Site(nodes=NODES, rounds=ROUNDS)
     orders = await site.opened()
@@ -150,7 +170,7 @@ async def test_samples_that_had_returned_are_read_after_a_restart() -> None:
 
 
 async def test_a_second_restart_still_knows_the_nodes() -> None:
-    """Each time with secrets that the coordinator before has given out."""
+    """Each time by secrets that the coordinator before has given out."""
     site = Site(nodes=NODES, rounds=ROUNDS)
     await site.play()
     for _ in range(3):
@@ -169,6 +189,32 @@ async def test_a_second_restart_still_knows_the_nodes() -> None:
         "node-1",
         "node-2",
     ]
+
+
+async def test_a_restart_before_the_first_round_still_knows_who_was_back() -> None:
+    """By secrets that no journal has seen, and by one that its node has never been given."""
+    site = Site(nodes=NODES, rounds=ROUNDS)
+    await site.play()
+    orders = await site.opened()
+    lost = site.restart()
+    claims = [{"round": 1, "state_digest": "state-1", **work(order)} for order in orders]
+    site.nodes = [lost[i].again(site.hub, **claims[i]) for i in (0, 1)]
+    assert "2 of 3 members are back" in site.run.reason
+    unheard = [site.restart()[0], *lost[1:]]
+    found = await back(site, unheard, claims)
+    assert list(map(_lease, found)) == list(map(_lease, orders))
+
+
+async def test_a_secret_is_good_for_one_session() -> None:
+    site = Site(nodes=2, rounds=ROUNDS)
+    await site.play()
+    old = site.nodes[0]
+    new = old.again(round=1, state_digest="state-1")
+    assert new.id == old.id and new.reply.session != old.reply.session
+    with pytest.raises(Refused, match="session"):
+        site.hub.node_of(old.reply.session)
+    stranger = FakeNode(site.hub, former="made-up")
+    assert stranger.id == "node-2" and not stranger.reply.session.startswith("made")
 
 
 # --------------------------------------------------------------------------------------------- who comes back
@@ -293,9 +339,6 @@ async def test_a_journal_that_has_lost_its_tail_goes_on_from_the_nodes() -> None
     claim = {"round": 3, "state_digest": "state-3"}
     site.nodes = [lost[i].again(site.hub, **claim, **work(orders[i])) for i in (0, 1)]
     behind = lost[2].again(site.hub, round=1, state_digest="state-1")
-    for node in site.nodes:  # the one that is behind needs their state
-        message = await node.order()
-        assert message is not None and message.donate.round == 3
     again = await site.opened()
     assert [order.round for order in again] == [3, 3]
     assert [_lease(order) for order in again] == [_lease(orders[0]), _lease(orders[1])]
@@ -306,6 +349,9 @@ async def test_a_journal_that_has_lost_its_tail_goes_on_from_the_nodes() -> None
     for i, (node, order) in enumerate(zip(site.nodes, again, strict=True)):
         node.send(order, payload(site, i, 3))
     assert site.run.round == 4 and site.journal.next == 4
+    for node in site.nodes:  # the one that is behind needs their state
+        message = await node.order()
+        assert message is not None and message.donate.round == 4
 
 
 async def test_who_is_ahead_after_the_grace_loads_what_the_others_have() -> None:

@@ -19,7 +19,7 @@ from coordinator.pacing import Pacer
 from coordinator.pool import ThreadPool
 from coordinator.rounds import Policy
 from coordinator.run import Run
-from coordinator.server import DRAIN_SECONDS, ListenError, Server, serve
+from coordinator.server import DRAIN_SECONDS, Server, serve
 from coordinator.timer import LoopTimer
 from optim.aggregate import ReducerMemory
 from optim.bits import tally
@@ -28,6 +28,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable
 from protos.grpc_options import CHANNEL_OPTIONS
+from protos.listening import ListenError
 from tests.coordinator.coordinator_rig import (
     Download,
     abstain_frames,
@@ -852,7 +853,13 @@ async def test_background_streams_wait_for_the_round() -> None:
         hub = here.hub
 
         def pacer() -> Pacer:
-            return Pacer(now=hub.run.now, exchanging=exchanging, moved=lambda: hub.bytes_out, patience=1000.0)
+            return Pacer(
+                now=hub.run.now,
+                exchanging=exchanging,
+                moved=lambda: hub.bytes_out,
+                members=lambda: 1,
+                patience=1000.0,
+            )
 
         hub.pacer = pacer()
         call = client.get("GetChunks", pb.ChunksRequest(snapshot=name, count=3))

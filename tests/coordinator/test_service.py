@@ -16,9 +16,9 @@ import pytest
 
 from coordinator.metrics import MetricsError
 from coordinator.plan import RunPlan
-from coordinator.server import ListenError
 from coordinator.service import Outcome, Started, run_coordinator
 from protos.address import Address
+from protos.listening import ListenError
 from protos.runfile import RunFile
 from tests.coordinator.coordinator_rig import DEADLINE, random_payload, schedule, voted_table
 from tests.coordinator.state_rig import SharedState

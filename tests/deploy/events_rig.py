@@ -102,6 +102,7 @@ EVERY: list[of_coordinator.Event] = [
     of_coordinator.NodeRejoined("node-0", "reef", "ipv4:192.0.2.7:5000", 2),
     of_coordinator.NodeLeft("node-0", "reef", "interrupted", True),
     of_coordinator.NodeReported("node-0", 1, 2.5, "ab" * 16, 2.6, 3.7),
+    of_coordinator.TopologyMade(3, 1, NODES, "2 nodes reduce, the slowest link takes 0.8 s"),
     of_coordinator.RoundOpened(1, 4, NODES, ("node-1",), 0.7, "0.7 s: median"),
     of_coordinator.RoundCommitted(1, 4, NODES, (), "all 2 contributions are in", 1.5, 0.1, 100, math.nan),
     of_coordinator.CatchUpPlanned(

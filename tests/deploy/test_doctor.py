@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator import events as of_coordinator
-from coordinator import refusal
 from coordinator.journal import RosterRecord, RoundRecord, StartRecord
 from coordinator.journal_folder import DATABASE
 from coordinator.journal_tables import FORMAT, Tables
@@ -27,6 +26,7 @@ from deploy.evidence import Evidence, JournalFacts, gather, journal_facts
 from deploy.moments import Moment
 from node import events as of_node
 from protos import atoll_pb2 as pb
+from protos import refusal
 from protos.wire import CONTROL_SERVICE
 from tests.deploy.events_rig import BEGIN, NODES, done, of_a_node, of_the_coordinator, write
 

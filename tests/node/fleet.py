@@ -12,6 +12,7 @@ from coordinator.service import Outcome, Started, run_coordinator
 from node.events import Event, Joined, Notice, Replayed, RoundDone
 from node.exchange.hub import HubExchange
 from node.exchange.link import Limits
+from node.exchange.peers.setting import PeerSetting
 from node.exchange.retry import Backoff, Timing
 from node.exchange.session import Claim
 from node.worker import Summary, Worker
@@ -88,6 +89,7 @@ def tiny_node(
     name: str,
     on_event: Any = lambda event: None,
     data: TinyData | None = None,
+    peers: PeerSetting | None = None,
 ) -> Summary:
     """One tiny node from join to stop, with a model and data that are not the run file's."""
     model, data = TinyModel(), data or TinyData()
@@ -106,7 +108,7 @@ def tiny_node(
             weight=1,
             state_bytes=sum(tensor.nbytes for tensor in optimizer.shared_tensors().values()),
         )
-        admission = exchange.join(claim, optimizer.tables)
+        admission = exchange.join(claim, optimizer.tables, None, peers)
         on_event(Joined(admission.node, exchange.address, admission.needs_state))
         return Worker(run, model, data, optimizer, exchange, on_event=on_event).run()
     finally:

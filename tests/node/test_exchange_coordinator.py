@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.result import RING_ROUNDS
 from node.events import Event, Joined, Notice, Replayed, RoundDone, StateLoaded, Stopped
 from node.exchange.base import ExchangeError, RoundOrder
 from node.exchange.hub import HubExchange
@@ -21,6 +20,7 @@ from protos.address import Address
 from protos.buckets import TableSchedule
 from protos.digests import state_digest
 from protos.invite import Invite
+from protos.ring import RING_ROUNDS
 from protos.runfile import RunFile
 from tests.node.fleet import DEADLINE, LIMITS, TIMING, TOKEN, Fleet, Log, tiny_node, tiny_tables
 from tests.node.relay import Relay

@@ -225,6 +225,16 @@ def test_every_failure_has_its_own_words(
     assert found.kind is kind and text in str(found)
 
 
+def test_another_node_is_called_by_its_name() -> None:
+    for code, details, text in (
+        (_CODES.UNAVAILABLE, "Socket closed", f"the connection to node-3 at {_AT} broke (Socket closed)"),
+        (_CODES.UNIMPLEMENTED, "404", f"what answers at {_AT} is not an Atoll node of this version"),
+        (_CODES.DEADLINE_EXCEEDED, "Deadline Exceeded", "or node-3 is overloaded"),
+        (_CODES.ABORTED, "", f"node-3 at {_AT} ended the call"),
+    ):
+        assert text in str(diagnose(code, details, _AT, who="node-3"))
+
+
 def test_ipv6_host_is_named_without_brackets() -> None:
     found = diagnose(_CODES.UNAVAILABLE, "DNS resolution failed", "[::1]:4600")
     assert "'::1'" in str(found)

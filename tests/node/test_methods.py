@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.result import RING_ROUNDS
 from node.checkpoint import Saving, find, load, load_reducer
 from node.events import Event, Joined, RoundDone, Saved, StateLoaded
 from node.worker import Summary
 from optim.methods import build_method
 from protos.digests import state_digest
+from protos.ring import RING_ROUNDS
 from protos.runfile import RunFile
 from tests.node.fleet import DEADLINE, Fleet, Log, tiny_node, tiny_tables
 from tests.node.member import Member, errors_of

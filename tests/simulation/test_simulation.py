@@ -8,16 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bench import simulation
-from bench.virtual import generate, node, world
+from bench.virtual import generate, machine, node, world
 from bench.virtual.generate import random_schedule
-from bench.virtual.schedule import Fault, Schedule, ScriptError
+from bench.virtual.machine import plan_of
+from bench.virtual.schedule import COORDINATOR, COORDINATOR_PHASES, Fault, Schedule, ScriptError
 from bench.virtual.shrink import shrink
 from bench.virtual.simulate import simulate
 from coordinator.leases import Lease, LeaseBook
+from coordinator.plan import RunPlan
 from node.exchange.base import RoundOrder
 from tests.simulation.simulation_rig import hasty_run, schedules, told
 
@@ -102,6 +104,42 @@ def test_clocks_of_nodes_decide_nothing(ahead: list[float], seed: int) -> None:
     assert not wrong.violations, told(schedule, wrong)
     assert wrong.fired == len(ahead)
     assert wrong.payloads == right.payloads
+
+
+RESTARTS = st.builds(
+    Fault,
+    st.just("restart"),
+    st.just(COORDINATOR),
+    st.integers(0, 9),
+    st.sampled_from(COORDINATOR_PHASES),
+    st.sampled_from((0.5, 2.0, 8.0)),
+)
+
+
+def restart(round_index: int, phase: str) -> Fault:
+    return Fault("restart", COORDINATOR, round_index, phase, 2.0)
+
+
+def patient(schedule: Schedule) -> RunPlan:
+    """Every vote is waited for."""
+    policy = replace(machine.POLICY, deadline=300.0, start_timeout=300.0)
+    return replace(plan_of(schedule), policy=policy, adaptive=False)
+
+
+@settings(QUICKLY, max_examples=30)
+@example(list(map(restart, (3, 4), ("committed", "reducing"))), 0)  # a snapshot is due in the second
+@example(list(map(restart, (3, 4), ("durable", "journaling"))), 1)
+@given(st.lists(RESTARTS, min_size=1, max_size=6), st.integers(0, 1000))
+def test_restarts_of_the_coordinator_change_nothing(faults: list[Fault], seed: int) -> None:
+    """No node has to compute a round again, whose votes would be others then."""
+    schedule = Schedule(nodes=3, rounds=10, seed=seed)  # with a snapshot that is due, and one in the making
+    killed = replace(schedule, faults=tuple(faults))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "ABSTAIN", 0.0)
+        patch.setattr(machine, "plan_of", patient)
+        quiet, again = simulate(schedule), simulate(killed)
+    assert not again.violations, told(killed, again)
+    assert again.payloads == quiet.payloads, told(killed, again)
 
 
 # ------------------------------------------------------------------------------------------ the checker

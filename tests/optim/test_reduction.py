@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.reducer import Reduction, Slab, padding_bits
 from optim.aggregate import Aggregation, ReducerMemory, casting_voter
 from optim.bits import tally
 from optim.mean import mean_into
 from optim.pieces import cut
+from optim.reduction import Reduction, Slab, padding_bits
 from protos.buckets import Bucket, BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, decode_frame, payload_digest
 from tests.coordinator.coordinator_rig import mixed_table, random_payload, slow_tally, voted_table

@@ -1,4 +1,4 @@
-"""Refusals: why the coordinator does not take what a peer sent; a kind to count and a text for people."""
+"""Refusals: why something that was sent is not taken; a kind to count and a text for people."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ WRONG_ROUND: Final = "wrong-round"
 NOT_FINITE: Final = "not-finite"
 BAD_CODE: Final = "bad-code"
 BAD_LANE: Final = "bad-lane"
+WRONG_SLICE: Final = "wrong-slice"
 NOT_A_MEMBER: Final = "not-a-member"
 # Ignored: the sender gets the stored result instead.
 DUPLICATE: Final = "duplicate"
@@ -44,6 +45,9 @@ REPLACED: Final = "replaced-stream"
 BROKEN: Final = "broken-stream"
 DIGEST_MISMATCH: Final = "digest-mismatch"
 FELL_BEHIND: Final = "fell-behind"
+NOT_KEPT: Final = "not-kept"
+OVERLOADED: Final = "overloaded"
+TUNNEL: Final = "tunnel-refused"
 
 
 class Refused(Exception):

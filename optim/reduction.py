@@ -17,6 +17,8 @@ from optim.pieces import Piece
 from protos.buckets import BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, encode_frame
 
+INLINE_BYTES: Final = 256 << 10  # of votes: less than a millisecond of work is done at once
+
 _ALIGN: Final = 64
 _BLOCK: Final = 64 << 10  # bytes that stay in a core's first cache levels
 _EXACT_BYTES: Final = 1 << 20  # up to here the agreement reads every vote, beyond it a rotating quarter
@@ -127,16 +129,25 @@ class Reduction:
         """xxh3_128 of what has been produced, in hex."""
         return self._hasher.hexdigest()
 
-    def agreement(self, padding: int = 0) -> list[float]:
-        """Share of each voter's bits that equal the result; NaN where nothing is voted.
+    def counts(self, padding: int = 0) -> tuple[list[int], int]:
+        """How many bits of each voter differ from the result, and how many of each were compared.
 
-        ``padding`` is the number of pad bits of the payload, 0 in votes and result alike. Payloads over 1 MiB
-        are sampled: every fourth block of 64 KiB, other blocks in other rounds.
+        ``padding`` is the number of pad bits of what is reduced, 0 in votes and result alike: they count for
+        nothing. Payloads over 1 MiB are sampled: every fourth block of 64 KiB, other blocks in other rounds.
         """
-        bits = self._compared - (padding if self._exact else 0)
-        return [1.0 - differing / bits if bits > 0 else float("nan") for differing in self._differing]
+        return list(self._differing), max(0, self._compared - (padding if self._exact else 0))
+
+    def agreement(self, padding: int = 0) -> list[float]:
+        """Share of each voter's bits that equal the result, see :meth:`counts`; NaN if nothing is voted."""
+        differing, bits = self.counts(padding)
+        return [1.0 - count / bits if bits else float("nan") for count in differing]
 
 
-def padding_bits(table: BucketTable) -> int:
-    """Pad bits in the voted part of a payload."""
-    return sum(bucket.nbytes * 8 - bucket.elements for bucket in table.buckets if bucket.reduce == "majority")
+def padding_bits(table: BucketTable, start: int = 0, end: int | None = None) -> int:
+    """Pad bits in the voted part of a payload, or of bytes of it: those of a bucket are its last ones."""
+    last = table.nbytes if end is None else end
+    return sum(
+        bucket.nbytes * 8 - bucket.elements
+        for bucket, offset in zip(table.buckets, table.offsets, strict=True)
+        if bucket.reduce == "majority" and start < offset + bucket.nbytes <= last
+    )

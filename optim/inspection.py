@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.refusal import BAD_CODE, NOT_FINITE, Refused
 from optim.aggregate import Bytes
 from optim.codecs import codec_of
 from protos.buckets import BucketTable
 from protos.codecs import CodecSpec
+from protos.refusal import BAD_CODE, NOT_FINITE, Refused
 
 _FLOAT: Final = 4  # bytes; of fp32 values, which are checked without waiting for the end of their bucket
 
@@ -37,23 +37,24 @@ class Inspection:
                     (offset + CodecSpec.parse(bucket.codec).nbytes(bucket.shape), offset, index)
                 )
 
-    def check(self, row: Bytes, checked: int, received: int) -> None:
+    def check(self, row: Bytes, checked: int, received: int, base: int = 0) -> None:
         """Check the bytes that have come since this was last asked.
 
         Args:
-            row: the contribution, ``table.nbytes`` long.
-            checked: bytes that had come then.
-            received: bytes that have come now.
+            row: the contribution, or a slice of it that cuts no bucket which is decoded as a whole.
+            checked: where in the contribution those end that had come then.
+            received: where those end that have come now.
+            base: where in the contribution ``row`` begins, a multiple of 64.
 
         Raises:
             Refused: they must not be decoded.
         """
-        self._check_exact(row, checked - checked % _FLOAT, received - received % _FLOAT)
+        self._check_exact(row, checked - checked % _FLOAT, received - received % _FLOAT, base)
         for end, start, index in self._coded[bisect.bisect(self._coded, (checked + 1,)) :]:
             if end > received:
                 break
             bucket = self._buckets[index]
-            problem = codec_of(bucket.codec, bucket.shape).problem(row[start:end])
+            problem = codec_of(bucket.codec, bucket.shape).problem(row[start - base : end - base])
             if problem:
                 raise Refused(
                     BAD_CODE,
@@ -61,13 +62,13 @@ class Inspection:
                     "finite must abstain",
                 )
 
-    def _check_exact(self, row: Bytes, start: int, end: int) -> None:
+    def _check_exact(self, row: Bytes, start: int, end: int, base: int) -> None:
         place = max(0, bisect.bisect(self._exact, (start, start)) - 1)
         for first, last in self._exact[place:]:
             if first >= end:
                 break
             first, last = max(start, first), min(end, last)
-            if first < last and not np.isfinite(row[first:last].view("<f4")).all():
+            if first < last and not np.isfinite(row[first - base : last - base].view("<f4")).all():
                 raise Refused(
                     NOT_FINITE,
                     f"values in bytes {first} to {last} are not finite: a node whose gradient is not finite "

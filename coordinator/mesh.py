@@ -1,0 +1,295 @@
+"""Which nodes can be reached by others, and the topology that follows: who reduces which slice of a round.
+
+A topology has a number. There is a new one whenever the nodes, what is known of their links, or the ways to
+them have changed, and whenever a reducer fails in the middle of a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from coordinator.events import TopologyMade
+from coordinator.nodes import Node
+from coordinator.shares import Site
+from coordinator.topology import Assigned, moved, renewed
+from protos.atoll_pb2 import (
+    CoordinatorMessage,
+    Endpoint,
+    PeerNode,
+    SliceOf,
+    TableSlices,
+    Topology,
+)
+from protos.buckets import BucketTable
+from protos.refusal import BAD_MESSAGE
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES: Final = 16
+MAX_TEXT: Final = 256  # characters of an address
+MAX_ADDRESSES: Final = 16
+SHUNNED_ROUNDS: Final = 8  # in which a node that failed as a reducer is none
+
+Dial = Callable[[str], Awaitable[str]]  # HOST:PORT; why nobody answers there, empty if somebody does
+
+
+@dataclass
+class Ways:
+    """The ways to a node.
+
+    Attributes:
+        direct: HOST:PORT that has answered; empty: none.
+        why_not: why not, in words.
+        dialing: the address that is being tried.
+        shunned: the round up to which it does not reduce, as it has failed in one.
+    """
+
+    endpoint: Endpoint
+    direct: str = ""
+    why_not: str = ""
+    dialing: str = ""
+    shunned: int = -1
+
+
+class Mesh:
+    """The nodes of a run as they reach each other.
+
+    Args:
+        run: whose nodes they are.
+        transport: of the run file; with ``"hub"`` nothing travels between nodes.
+        secret: from which the tokens follow that nodes show each other.
+
+    Attributes:
+        dial: tries an address; ``None``: addresses are believed.
+        number: of the present topology; 0: none has been made.
+        reason: why slices travel between nodes, or why not, in words.
+    """
+
+    def __init__(self, run: Run, transport: str, secret: bytes) -> None:
+        self.dial: Dial | None = None
+        self.number = 0
+        self.reason = "the run file says transport = 'hub'" if transport == "hub" else "nobody is here"
+        self._run = run
+        self._transport = transport
+        self._secret = secret
+        self._ways: dict[str, Ways] = {}
+        self._assigned: dict[str, tuple[Assigned, ...]] = {}  # by the digest of the table
+        self._made_of: object = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def settling(self) -> str:
+        """Whose address is being tried: the next round waits a moment for that; empty: nobody's."""
+        present = {node.node for node in self._run.registry.in_session()}
+        return ", ".join(name for name, ways in self._ways.items() if ways.dialing and name in present)
+
+    @property
+    def reached(self) -> list[str]:
+        """HOST:PORT of the nodes that have been reached there."""
+        return [ways.direct for ways in self._ways.values() if ways.direct]
+
+    # --------------------------------------------------------------------------------------------- endpoints
+
+    def announced(self, node: Node, endpoint: Endpoint) -> None:
+        """A node tells how it can be reached."""
+        texts = (endpoint.direct, endpoint.swarm, *endpoint.swarm_addresses)
+        sound = all(len(text) <= MAX_TEXT and text.isprintable() for text in texts)
+        rates = (endpoint.uplink, endpoint.downlink)
+        if (
+            not sound
+            or len(endpoint.swarm_addresses) > MAX_ADDRESSES
+            or not all(0 <= r < 1e15 for r in rates)
+        ):
+            self._run.count(BAD_MESSAGE)
+            return
+        before = self._ways.get(node.node)
+        ways = self._ways[node.node] = Ways(endpoint)
+        if before is not None:
+            ways.shunned = before.shunned
+        address = seen_at(endpoint.direct, node.address)
+        if not address or self._transport in ("hub", "swarm"):
+            return
+        if (before is not None and before.direct == address) or self.dial is None:
+            ways.direct = address
+        else:
+            ways.dialing = address
+            task = asyncio.ensure_future(self._try(node.node, ways, address, self.dial))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _try(self, name: str, ways: Ways, address: str, dial: Dial) -> None:
+        try:
+            ways.why_not = await dial(address)
+        except Exception as error:
+            log.exception("trying %s", address)
+            ways.why_not = f"trying it failed: {error!r}"
+        ways.dialing = ""
+        if self._ways.get(name) is not ways:
+            return
+        if ways.why_not:
+            log.info("%s cannot be reached at %s: %s", name, address, ways.why_not)
+        else:
+            ways.direct = address
+        self._run.newcomer_moved()
+
+    def departed(self, node: Node) -> None:
+        """A node is gone."""
+        self._ways.pop(node.node, None)
+
+    def close(self) -> None:
+        """Try no more addresses."""
+        for task in self._tasks:
+            task.cancel()
+
+    # ---------------------------------------------------------------------------------------------- topology
+
+    def slices(self, table: BucketTable) -> Sequence[Assigned] | None:
+        """Who reduces what in the next round, told to all nodes; ``None``: the coordinator does it."""
+        run = self._run
+        if self._transport == "hub":
+            return None
+        present, members = run.registry.in_session(), run.registry.members()
+        crowded = [node for node in members if node.ranks > 1 or node.node not in self._ways]
+        sites = [self._site(node.node) for node in members]
+        made_of = (
+            tuple(sites),
+            tuple((node.node, node.secret, self._way_key(node.node)) for node in present),
+            tuple(node.node for node in crowded),
+        )
+        if made_of != self._made_of:
+            self._made_of = made_of
+            self._plan(sites, [node.node for node in crowded])
+            self._publish()
+        return self._assigned.get(table.digest)
+
+    def _plan(self, sites: Sequence[Site], crowded: Sequence[str]) -> None:
+        before, self._assigned = self._assigned, {}
+        if crowded:
+            self.reason = f"{', '.join(crowded)}: what a node of several ranks has goes to the coordinator"
+            return
+        for table in self._run.tables.tables:
+            planned = renewed(table, before.get(table.digest, ()), sites)
+            self.reason = planned.reason
+            if not planned.slices:
+                self._assigned = {}
+                return
+            self._assigned[table.digest] = planned.slices
+
+    def move(self, table: BucketTable, failed: Mapping[str, str]) -> Sequence[Assigned]:
+        """In the middle of a round others take the slices of nodes that have failed; told to all nodes.
+
+        If nobody else is able, one that can be called through the coordinator alone; with nobody left at all
+        they stay.
+        """
+        run, before = self._run, self._assigned[table.digest]
+        for name in failed:
+            if name in self._ways:
+                self._ways[name].shunned = run.round + SHUNNED_ROUNDS
+        sites = [self._site(node.node) for node in run.registry.members()]
+        planned = moved(before, failed, sites)
+        if not planned.slices:
+            others = [replace(site, able=site.node not in failed) for site in sites]
+            planned = moved(before, failed, others)
+        if not planned.slices:
+            planned = moved(before, (), [replace(site, able=True) for site in sites])
+        self._made_of = None  # the next round begins with another plan
+        self.reason = planned.reason
+        self._assigned[table.digest] = planned.slices or before
+        self._publish()
+        return self._assigned[table.digest]
+
+    def arrived(self, node: Node) -> None:
+        """A node has opened its session: all others are told how to deal with it."""
+        if self._assigned:
+            self._publish()
+
+    def _site(self, name: str) -> Site:
+        ways = self._ways.get(name)
+        if ways is None:
+            return Site(name, None, None, able=False)
+        reachable = bool(ways.direct or (ways.endpoint.swarm and self._transport in ("swarm", "auto")))
+        return Site(
+            name,
+            ways.endpoint.uplink or None,
+            ways.endpoint.downlink or None,
+            able=reachable and ways.shunned < self._run.round,
+        )
+
+    def _way_key(self, name: str) -> tuple[str, ...]:
+        ways = self._ways.get(name)
+        if ways is None:
+            return ()
+        return (ways.direct, ways.endpoint.swarm, *ways.endpoint.swarm_addresses)
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def _publish(self) -> None:
+        run = self._run
+        self.number += 1
+        tables = [
+            TableSlices(
+                table_digest=digest,
+                slices=[
+                    SliceOf(
+                        reducer=one.reducer,
+                        start=one.slice.start,
+                        end=one.slice.end,
+                        out_start=one.slice.out_start,
+                        out_end=one.slice.out_end,
+                    )
+                    for one in assigned
+                ],
+            )
+            for digest, assigned in self._assigned.items()
+        ]
+        present = run.registry.in_session()
+        for node in present:
+            message = Topology(
+                number=self.number,
+                nodes=[self._peer(node.node, other.node) for other in present],
+                tables=tables,
+            )
+            run.send(node, CoordinatorMessage(topology=message))
+        reducers = {one.reducer for assigned in self._assigned.values() for one in assigned}
+        run.tell(TopologyMade(self.number, run.round, tuple(sorted(reducers)), self.reason))
+
+    def _peer(self, receiver: str, other: str) -> PeerNode:
+        peer = PeerNode(node=other)
+        ways = self._ways.get(other)
+        if ways is not None:
+            peer.direct = ways.direct
+            if self._transport in ("swarm", "auto"):
+                peer.swarm = ways.endpoint.swarm
+                peer.swarm_addresses.extend(ways.endpoint.swarm_addresses)
+        if other != receiver:
+            peer.call_token, peer.accept_token = self._token(receiver, other), self._token(other, receiver)
+        return peer
+
+    def _token(self, caller: str, callee: str) -> bytes:
+        text = f"{caller}>{callee}".encode()
+        return hashlib.blake2b(text, key=self._secret, digest_size=TOKEN_BYTES).digest()
+
+
+def seen_at(announced: str, address: str) -> str:
+    """The address at which a node can be tried: of one that names a port alone, with the host from which it
+    has called, ``address`` in gRPC's words."""
+    host, _, port = announced.rpartition(":")
+    if not port.isdigit():
+        return ""
+    if host:
+        return announced
+    kind, _, rest = address.partition(":")
+    seen = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else ""
+    return f"{_unquoted(seen)}:{port}" if seen else ""
+
+
+def _unquoted(host: str) -> str:
+    return host.replace("%5B", "[").replace("%5D", "]")

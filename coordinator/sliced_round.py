@@ -1,0 +1,255 @@
+"""A round whose slices travel between nodes: the coordinator sees who has delivered what, and no payload.
+
+Reducers tell which contributions to their slice are there, and the digest of what they have made of them. The
+round is committed once there is, for one set of voters, the digest of every slice. Until then a slice may be
+taken from its reducer and given to another one, which then needs all contributions to it anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import xxhash
+
+from coordinator.journal import Done
+from coordinator.member import Member
+from coordinator.open_round import Made, OpenRound
+from coordinator.overdue import Standing, overdue
+from coordinator.rounds import Policy, State, Verdict
+from coordinator.timer import Alarm, Timer
+from coordinator.topology import Assigned
+from protos.atoll_pb2 import CoordinatorMessage, Reduce, SliceDigest, SliceNews
+from protos.buckets import BucketTable
+
+DIGEST_BYTES: Final = 16  # xxh3_128
+
+
+@dataclass
+class _Part:
+    """One slice: who reduces it since which topology, and what that one has told."""
+
+    assigned: Assigned
+    since: int
+    arrived: set[str] = field(default_factory=set)
+    digest: bytes = b""  # of the result of the present attempt; empty: not made yet
+    differing: tuple[int, ...] = ()
+    compared: int = 0
+    whole_at: float | None = None
+    trouble: str = ""
+
+    def restart(self) -> None:
+        """Another attempt."""
+        self.digest, self.differing, self.compared, self.whole_at = b"", (), 0, None
+
+
+class SlicedRound(OpenRound):
+    """A round that is reduced by nodes; see :class:`OpenRound`.
+
+    Args:
+        assigned: who reduces what.
+        topology: number of the topology that says so.
+        send: gives a node an order.
+        move: asks for other reducers of the slices of these nodes; answers through :meth:`reassign`, perhaps
+            within the call, or through :meth:`OpenRound.stop`.
+    """
+
+    def __init__(
+        self,
+        round_index: int,
+        epoch: int,
+        members: Iterable[Member],
+        *,
+        policy: Policy,
+        table: BucketTable,
+        timer: Timer,
+        on_close: Callable[[OpenRound, Verdict], None],
+        keep: Callable[[OpenRound, Done], None],
+        assigned: Sequence[Assigned],
+        topology: int,
+        send: Callable[[str, CoordinatorMessage], None],
+        move: Callable[[SlicedRound, Mapping[str, str]], None],
+    ) -> None:
+        super().__init__(
+            round_index,
+            epoch,
+            members,
+            policy=policy,
+            table=table,
+            timer=timer,
+            on_close=on_close,
+            keep=keep,
+        )
+        self.topology = topology
+        self._parts = [_Part(one, topology) for one in assigned]
+        self._send = send
+        self._move = move
+        self._attempt = 0
+        self._watch: Alarm | None = None
+        self._began_at = self.opened_at
+        self._holders: dict[str, bytes] = {}  # who holds the whole result of some attempt: its digest
+
+    # --------------------------------------------------------------------------------------------- events
+
+    def begin(self) -> None:
+        """Start the clock, and tell the reducers whose contributions to wait for."""
+        super().begin()
+        self._look()
+
+    def news(self, node: str, message: SliceNews) -> bool:
+        """A reducer tells about its slice; whether that is of this round, and true to form."""
+        if message.round != self.round or message.slice >= len(self._parts):
+            return False
+        part = self._parts[message.slice]
+        if part.assigned.reducer != node or message.topology < part.since:
+            return False
+        if self._closed:
+            return True
+        if message.failed:
+            part.trouble = f"{node} cannot reduce it: {message.failed[:256]}"
+        for refusal in message.refused:
+            member = self.members.get(refusal.node)
+            if member is not None and member.pending:
+                member.reason = f"{node} refused its contribution: {refusal.reason[:256]}"
+                self._exclude(member, State.FAILED)
+        part.arrived.update(name for name in message.arrived if name in self.members)
+        if message.attempt == self._attempt and message.digest:
+            if len(message.digest) != DIGEST_BYTES or len(message.differing) != len(self._voters):
+                return False
+            part.digest, part.compared = message.digest, message.compared
+            part.differing = tuple(message.differing)
+            if part.whole_at is None:
+                part.whole_at = self._timer.now()
+            part.arrived.update(self._voters)
+        for member in list(self.members.values()):
+            pending = member.pending or member.state is State.GONE
+            if pending and all(member.node in other.arrived for other in self._parts):
+                self._arrived(member)
+        self._settle()
+        self._look()
+        return True
+
+    def holding(self, node: str, digest: bytes) -> None:
+        """A member holds the results of all slices."""
+        if node in self.members and not self._closed:
+            self._holders[node] = digest
+            self._settle()
+
+    def trouble(self, node: str, index: int, topology: int, reason: str) -> None:
+        """A member cannot deliver a slice to its reducer, or get the result from it."""
+        if index < len(self._parts) and node in self.members and not self._closed:
+            part = self._parts[index]
+            if topology >= part.since:
+                part.trouble = f"{node} cannot reach {part.assigned.reducer}: {reason[:256]}"
+                self._look()
+
+    def departed(self, node: str) -> None:
+        """See :class:`OpenRound`; its slices go to others."""
+        super().departed(node)
+        self._look()
+
+    def reassign(self, assigned: Sequence[Assigned], topology: int) -> None:
+        """Others reduce some of the slices, whose bounds stay, from now on.
+
+        What was decided is open again: nobody has been told, and the contributions to those slices have to
+        come anew.
+        """
+        self.topology = topology
+        for part, one in zip(self._parts, assigned, strict=True):
+            if part.assigned != one:
+                part.assigned, part.since, part.trouble = one, topology, ""
+                part.arrived.clear()
+                part.restart()
+        for member in self.members.values():
+            if member.state is State.COMPLETE:
+                member.state = State.EXPECTED if member.live else State.GONE
+        self.verdict, self.whole_at = None, []
+        now = self._timer.now()
+        self.opened_at, self.first_at = now, None if self.first_at is None else now
+        self._form(self._likely_voters())
+        self._settle()
+        self._look()
+
+    # --------------------------------------------------------------------------------------------- reduction
+
+    def _form(self, voters: tuple[str, ...]) -> None:
+        self._voters = voters
+        self._attempt += 1
+        for part in self._parts:
+            part.restart()
+        if not voters:
+            return
+        order = Reduce(
+            round=self.round,
+            topology=self.topology,
+            attempt=self._attempt,
+            voters=voters,
+            weights=self._weights(voters),
+            mean_weights=self._mean_weights(voters),
+            tell=True,
+        )
+        for reducer in dict.fromkeys(part.assigned.reducer for part in self._parts):
+            self._send(reducer, CoordinatorMessage(reduce=order))
+
+    def _advance(self) -> None:
+        """Nodes do."""
+
+    def _made(self, voters: tuple[str, ...]) -> Made | None:
+        if not all(part.digest for part in self._parts):
+            return None
+        digest = xxhash.xxh3_128(b"".join(part.digest for part in self._parts))
+        if not self._outlasts(voters, digest.digest()):
+            return None
+        slices = [
+            SliceDigest(
+                out_start=part.assigned.slice.out_start,
+                out_end=part.assigned.slice.out_end,
+                digest=part.digest,
+                reducer=part.assigned.reducer,
+            )
+            for part in self._parts
+        ]
+        compared = sum(part.compared for part in self._parts)
+        differing = [sum(counts) for counts in zip(*(part.differing for part in self._parts), strict=True)]
+        shares = [1.0 - count / compared if compared else math.nan for count in differing]
+        return Made(digest.hexdigest(), dict(zip(voters, shares, strict=True)), slices)
+
+    def _outlasts(self, voters: Sequence[str], digest: bytes) -> bool:
+        """Whether the result can still be had if any one node is lost, as far as there is somebody who
+        receives it: a commit cannot be taken back."""
+        alone = {part.assigned.reducer for part in self._parts}
+        others = [node for node, member in self.members.items() if member.live and alone != {node}]
+        holds = any(self._holders.get(node) == digest for node in others)
+        return holds or not any(node in voters for node in others)
+
+    # --------------------------------------------------------------------------------- reducers that fail
+
+    def _look(self) -> None:
+        """Take slices from reducers that have failed, and look again when that may next be so."""
+        if self._closed:
+            return
+        view = [
+            Standing(
+                reducer=part.assigned.reducer,
+                live=(member := self.members.get(part.assigned.reducer)) is not None and member.live,
+                trouble=part.trouble,
+                whole_at=part.whole_at,
+            )
+            for part in self._parts
+        ]
+        verdict = overdue(view, opened_at=self._began_at, now=self._timer.now())
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if verdict.taken:
+            self._move(self, verdict.taken)
+        elif verdict.until is not None:
+            self._watch = self._timer.call_at(verdict.until, self._look)
+
+    def _finish(self) -> None:
+        super()._finish()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None

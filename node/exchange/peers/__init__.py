@@ -1,0 +1,1 @@
+"""Rounds whose slices travel between nodes: who carries, who reduces, and who fetches them."""

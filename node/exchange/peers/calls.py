@@ -1,0 +1,94 @@
+"""The calls that a carrier makes: each from its opening to its status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from grpc import aio
+
+from node.exchange.link import Call, seen_out
+from node.exchange.peers.call_stream import CallStream
+from node.exchange.peers.serving import TaskSet
+from node.exchange.retry import within
+from node.exchange.trouble import Kind, Trouble
+
+Diagnosis = Callable[[aio.AioRpcError], Trouble]
+
+_LATE: Final = "the stream is over"
+_CLOSED: Final = "this node opens no more streams"
+
+
+class Calls:
+    """Streams that this side has opened.
+
+    Args:
+        tasks: runs one for each, until its call has ended.
+    """
+
+    def __init__(self, tasks: TaskSet) -> None:
+        self._tasks = tasks
+
+    def check(self) -> None:
+        """Raises :class:`Trouble` once the carrier is closed."""
+        if self._tasks.closed:
+            raise Trouble(Kind.BROKEN, _CLOSED)
+
+    async def open(
+        self,
+        call: Call,
+        peer: str,
+        diagnose: Diagnosis,
+        *,
+        seconds: float,
+        on_over: Callable[[], None] = lambda: None,
+    ) -> CallStream:
+        """The stream of ``call``, once the other side has taken it.
+
+        Args:
+            call: that has just been made.
+            peer: whom it reaches, for people.
+            diagnose: what a bad status of it means.
+            seconds: for the other side to take it.
+            on_over: called when the call has ended, whatever becomes of it.
+
+        Raises:
+            Trouble: it was not taken in time, or refused.
+        """
+
+        def explain(error: BaseException) -> Trouble:
+            return diagnose(error) if isinstance(error, aio.AioRpcError) else Trouble(Kind.BROKEN, _LATE)
+
+        try:
+            await within(seconds, f"a stream to {peer}", call.initial_metadata())
+            if call.done() and (status := await _failure(call)) is not None:
+                raise diagnose(status)
+            self.check()
+        except BaseException:
+            call.cancel()
+            on_over()
+            raise
+        stream = CallStream(call, peer, explain)
+        self._tasks.start(_seen_to_its_end(call, stream, on_over), f"stream to {peer}")
+        return stream
+
+
+async def _failure(call: Call) -> aio.AioRpcError | None:
+    try:
+        await call.wait_for_connection()
+    except aio.AioRpcError as error:
+        return error
+    return None
+
+
+async def _seen_to_its_end(call: Call, stream: CallStream, on_over: Callable[[], None]) -> None:
+    try:
+        await asyncio.wait({stream.closed})
+        if stream.trouble is None:
+            await seen_out(call)
+    finally:
+        stream.broke(Trouble(Kind.BROKEN, "the carrier has been closed"))
+        call.cancel()
+        on_over()
+    await stream.settled()

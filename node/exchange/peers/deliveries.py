@@ -1,0 +1,124 @@
+"""A contribution to a round whose slices travel between nodes: all its deliveries, as plans come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import xxhash
+
+from node.exchange.peers.delivery import Delivery, Means, Place
+from node.exchange.peers.plan import Plan
+from node.exchange.peers.upload import Contribution
+from protos import atoll_pb2 as pb
+from protos.buckets import BucketTable
+
+
+class Deliveries:
+    """Of one round.
+
+    Args:
+        round_index: which.
+        table: of the round.
+        contribution: what goes out, ``table.nbytes`` of it.
+        into: the whole result, ``table.result_nbytes``.
+        means: what deliveries are made with.
+        on_sent: called once, when every slice has been handed over whole.
+
+    Attributes:
+        refused: comes to its end with the reason if the contribution is no good.
+    """
+
+    def __init__(
+        self,
+        round_index: int,
+        table: BucketTable,
+        contribution: Contribution,
+        into: memoryview,
+        means: Means,
+        on_sent: Callable[[], None],
+    ) -> None:
+        self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._round, self._table, self._contribution = round_index, table, contribution
+        self._into, self._means, self._on_sent = into, means, on_sent
+        self._deliveries: list[Delivery] = []
+        self._all_sent = False
+        self._number = 0  # of the plan
+        self._told = (0, b"")  # plan and digest of the whole result that the coordinator knows to be here
+
+    def follow(self, plan: Plan) -> None:
+        """Go by this plan: what it has in common with the one before goes on, the rest is begun anew.
+
+        Raises:
+            Trouble: it does not fit the table.
+        """
+        shares, self._number = plan.shares(self._table), plan.number
+        going_on = {delivery.share: delivery for delivery in self._deliveries}
+        for share in going_on.keys() - set(shares):
+            going_on[share].stop()
+        self._deliveries = []
+        for index, share in enumerate(shares):
+            place = Place(plan, index)
+            if share in going_on:
+                going_on[share].place = place
+                self._deliveries.append(going_on[share])
+                continue
+            into = self._into[share.slice.out_start : share.slice.out_end]
+            self._deliveries.append(
+                Delivery(
+                    share,
+                    place,
+                    self._round,
+                    self._contribution,
+                    into,
+                    self._means,
+                    self._look,
+                    self._refuse,
+                )
+            )
+        self._look()
+
+    def repeat(self) -> None:
+        """Say again what the coordinator may have forgotten."""
+        self._told = (0, b"")
+        self._look()
+
+    async def settle(self, commit: pb.Commit, silence: float) -> None:
+        """The round is decided: wait for what still comes of its result, ``silence`` seconds longer than it
+        does, and end all streams."""
+        decided = {(row.out_start, row.out_end): row.digest for row in commit.slices}
+        waits = []
+        for delivery in self._deliveries:
+            part = delivery.share.slice
+            digest = decided.get((part.out_start, part.out_end))
+            if digest is None:
+                delivery.stop()
+            else:
+                waits.append(self._settle(delivery, digest, silence))
+        await asyncio.gather(*waits)
+
+    async def _settle(self, delivery: Delivery, digest: bytes, silence: float) -> None:
+        delivery.stop(politely=await delivery.holds(digest, silence))
+
+    def stop(self) -> None:
+        """End all streams that have not been, and write to the result no more."""
+        for delivery in self._deliveries:
+            delivery.stop()
+
+    def _look(self) -> None:
+        if not self._all_sent and all(delivery.sent for delivery in self._deliveries):
+            self._all_sent = True
+            self._on_sent()
+        results = [delivery.result for delivery in self._deliveries]
+        whole = [digest for digest in results if digest is not None]
+        if len(whole) < len(results):
+            return
+        held = self._number, xxhash.xxh3_128_digest(b"".join(whole))
+        if held != self._told:
+            self._told = held
+            holding = pb.Holding(round=self._round, topology=held[0], digest=held[1])
+            self._means.tell(pb.NodeMessage(holding=holding))
+
+    def _refuse(self, reason: str) -> None:
+        if not self.refused.done():
+            self.refused.set_result(reason)

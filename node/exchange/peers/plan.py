@@ -1,0 +1,91 @@
+"""The plan: who reduces which slice, and how each node is reached, as the coordinator has said it last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from node.exchange.peers.base import Peer
+from node.exchange.trouble import Kind, Trouble
+from optim.slices import Slice
+from protos import atoll_pb2 as pb
+from protos.buckets import BucketTable
+
+
+@dataclass(frozen=True)
+class Share:
+    """A slice and the node that reduces it; what two plans have in common goes on."""
+
+    slice: Slice
+    reducer: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A Topology that has been read.
+
+    Attributes:
+        number: of the topology.
+        me: this node's name.
+        peers: every node that it names, this one among them.
+        tables: shares by digest of the table, in its order.
+    """
+
+    number: int
+    me: str
+    peers: Mapping[str, Peer]
+    tables: Mapping[str, tuple[Share, ...]]
+
+    @classmethod
+    def of(cls, message: pb.Topology, me: str) -> Plan:
+        """Read a message.
+
+        Raises:
+            Trouble: kind PROTOCOL: a slice is given to a node that the topology does not name.
+        """
+        peers = {node.node: _peer(node) for node in message.nodes}
+        tables = {
+            table.table_digest: tuple(
+                Share(Slice(part.start, part.end, part.out_start, part.out_end), part.reducer)
+                for part in table.slices
+            )
+            for table in message.tables
+        }
+        if strangers := {share.reducer for shares in tables.values() for share in shares} - peers.keys():
+            raise _broken(message.number, f"it gives slices to {', '.join(sorted(strangers))}, unknown to it")
+        return cls(message.number, me, peers, tables)
+
+    def shares(self, table: BucketTable) -> tuple[Share, ...]:
+        """The slices of a round with ``table``.
+
+        Raises:
+            Trouble: kind PROTOCOL: they do not cover its contribution and its result.
+        """
+        shares = self.tables.get(table.digest, ())
+        end = out_end = 0
+        for share in shares:
+            part = share.slice
+            if (part.start, part.out_start) != (end, out_end) or part.end < end or part.out_end < out_end:
+                raise _broken(self.number, f"its slices do not join at byte {end}")
+            end, out_end = part.end, part.out_end
+        if (end, out_end) != (table.nbytes, table.result_nbytes):
+            raise _broken(
+                self.number,
+                f"its slices cover {end} bytes of contributions of {table.nbytes}, and {out_end} of results "
+                f"of {table.result_nbytes}",
+            )
+        return shares
+
+
+def _peer(node: pb.PeerNode) -> Peer:
+    return Peer(
+        node.node, node.direct, node.swarm, tuple(node.swarm_addresses), node.call_token, node.accept_token
+    )
+
+
+def _broken(number: int, what: str) -> Trouble:
+    return Trouble(
+        Kind.PROTOCOL,
+        f"topology {number} of the coordinator cannot be used: {what}; install the same version of Atoll on "
+        "the coordinator and on all nodes",
+    )

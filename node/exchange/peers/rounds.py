@@ -1,0 +1,269 @@
+"""Rounds whose slices travel between nodes: this node's contributions to them, and their results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from node.exchange.base import RoundOrder
+from node.exchange.filling import Filling, Withdrawn
+from node.exchange.link import Limits
+from node.exchange.meter import Kind as Counted
+from node.exchange.meter import Meter
+from node.exchange.peers.base import Carrier
+from node.exchange.peers.deliveries import Deliveries
+from node.exchange.peers.delivery import Means
+from node.exchange.peers.desk import Desk
+from node.exchange.peers.fetch import Fetching
+from node.exchange.peers.plan import Plan
+from node.exchange.peers.rates import Rates
+from node.exchange.peers.upload import Contribution
+from node.exchange.peers.ways import Ways
+from node.exchange.retry import Say, Timing, within
+from protos import atoll_pb2 as pb
+from protos.buckets import TableSchedule
+
+_SILENCE_SECONDS: Final = 15.0  # without a byte of a decided result before it is fetched from others
+_COMMITS: Final = 8  # that are remembered
+
+
+class Speaker(Protocol):
+    """What is needed of the session."""
+
+    @property
+    def node(self) -> str:
+        """Name of this node in the present session."""
+        ...
+
+    def send(self, message: pb.NodeMessage) -> None:
+        """Queue a message to the coordinator."""
+        ...
+
+
+class PeerRounds:
+    """Used in the network thread.
+
+    Args:
+        desk: where this node reduces its own slices.
+        carriers: that other nodes are reached by.
+        session: by which the coordinator is told things.
+        tables: of the run.
+        run_digest: of the run.
+        limits: deadlines.
+        timing: clock, sleep and randomness.
+        say: receives what goes wrong, and by which way a node is reached then.
+        meter: counts the bytes.
+        answer: goes to a tunnel, given its key and the node that calls there.
+        rates: learns what the links carry.
+        on_round: called when a round is over.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        carriers: Sequence[Carrier],
+        session: Speaker,
+        *,
+        tables: TableSchedule,
+        run_digest: str,
+        limits: Limits,
+        timing: Timing,
+        say: Say,
+        meter: Meter,
+        answer: Callable[[str, str], None],
+        rates: Rates | None = None,
+        on_round: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._answer = answer
+        self._rates, self._on_round = rates or Rates(timing.now), on_round
+        self._desk, self._carriers, self._session = desk, carriers, session
+        self._tables, self._limits = tables, limits
+        ways = Ways(carriers, desk.serve, meter=meter, now=timing.now, say=say, run_digest=run_digest)
+        self._ways, self._fetching = ways, Fetching(ways, limits.stall)
+        self._means = Means(ways, session.send, say, timing, limits.stall, lambda: self._rates.moving("up"))
+        self._plan: Plan | None = None
+        self._commits: OrderedDict[int, pb.Commit] = OrderedDict()
+        self._changed = asyncio.Event()  # replaced whenever it is set
+        self._deliveries: Deliveries | None = None
+        self._abstaining: pb.NodeMessage | None = None
+
+    # ------------------------------------------------------------------------- what the coordinator says
+
+    def take(self, message: pb.CoordinatorMessage) -> bool:
+        """A message of the session that is no order; whether it belongs here.
+
+        Raises:
+            Trouble: kind PROTOCOL: it cannot be used.
+        """
+        kind = message.WhichOneof("kind")
+        if kind == "topology":
+            self._plan = Plan.of(message.topology, self._session.node)
+            self._desk.set_topology(message.topology, self._session.node)
+        elif kind == "reduce":
+            self._desk.reduce(message.reduce)
+        elif kind == "committed":
+            self._remember(message.committed)
+            self._desk.committed(message.committed)
+        elif kind == "tunnel":
+            self._answer(message.tunnel.key, message.tunnel.caller)
+        else:
+            return False
+        self._wake()
+        return True
+
+    def decided(self, round_index: int) -> bool:
+        """Whether a round is known to be committed."""
+        return round_index in self._commits
+
+    def rejoined(self) -> None:
+        """Another stream of the session has opened the round in flight again: say what that may not know."""
+        if self._abstaining is not None:
+            self._session.send(self._abstaining)
+        if self._deliveries is not None:
+            self._deliveries.repeat()
+
+    def _remember(self, commit: pb.Commit) -> None:
+        self._commits[commit.round] = commit
+        while len(self._commits) > _COMMITS:
+            self._commits.popitem(last=False)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ------------------------------------------------------------------------------------------- rounds
+
+    async def reduce(
+        self,
+        order: RoundOrder,
+        payload: memoryview | None,
+        filling: Filling | None,
+        into: memoryview,
+        reason: str,
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> pb.Commit:
+        """Contribute to a round, or abstain, and put its result in ``into``.
+
+        Args:
+            order: with a topology.
+            payload: of the round's table; ``None``: abstain for ``reason``.
+            filling: how far the payload has been written, if it is still being written.
+            into: as many bytes as the result has.
+            reason: see ``payload``.
+            on_sent: called once the whole payload has been handed over.
+
+        Returns:
+            The commit; the result is whole, unless nobody has voted.
+
+        Raises:
+            Trouble: the round is not committed in time, or its result is not to be had (then
+                :meth:`decided`); or what the coordinator has said makes no sense.
+        """
+        work = self._commit_of(order, payload, filling, into, reason, on_sent)
+        what = f"the commit of round {order.round + 1}"
+        try:
+            commit = await within(self._limits.round, what, work)
+        finally:
+            self._deliveries = self._abstaining = None
+        await self.complete(commit, into, "result")
+        self._on_round()
+        return commit
+
+    async def complete(self, commit: pb.Commit, into: memoryview, counted: Counted) -> None:
+        """Fetch what ``into`` lacks of a committed result, and keep the result for others.
+
+        Args:
+            commit: of slices; without voters there is nothing to do.
+            into: the result, of which parts may be here already.
+            counted: what kind of bytes it is.
+
+        Raises:
+            Trouble: it is not to be had at present, or the commit is damaged.
+        """
+        if not commit.slices:
+            return
+        if self._plan is None:
+            await within(self._limits.stall, "a topology", self._first_plan())
+        assert self._plan is not None
+        what = f"the result of round {commit.round + 1}"
+        fetched = self._fetching.complete(commit, into, self._plan, counted)
+        with self._rates.moving("down"):
+            await within(self._limits.transfer, what, fetched)
+        self._desk.shelf.put(commit.round, commit, bytes(into))
+
+    async def _commit_of(
+        self,
+        order: RoundOrder,
+        payload: memoryview | None,
+        filling: Filling | None,
+        into: memoryview,
+        reason: str,
+        on_sent: Callable[[], None],
+    ) -> pb.Commit:
+        if payload is not None and not self.decided(order.round):
+            contribution = Contribution(payload, filling)
+            try:
+                return await self._contribute(order, contribution, into, on_sent)
+            except Withdrawn as withdrawn:
+                reason = str(withdrawn)
+        if not self.decided(order.round):
+            abstention = pb.Abstention(round=order.round, reason=reason)
+            self._abstaining = pb.NodeMessage(abstention=abstention)
+            self._session.send(self._abstaining)
+        while not self.decided(order.round):
+            await self._changed.wait()
+        return self._commits[order.round]
+
+    async def _contribute(
+        self,
+        order: RoundOrder,
+        contribution: Contribution,
+        into: memoryview,
+        on_sent: Callable[[], None],
+    ) -> pb.Commit:
+        """Send until the round is decided.
+
+        Raises:
+            Withdrawn: the contribution has come to nothing, for a reason of this node or of a reducer.
+            Trouble: the topology cannot be used.
+        """
+        table = self._tables.of(order.round)
+        deliveries = Deliveries(order.round, table, contribution, into, self._means, on_sent)
+        self._deliveries = deliveries
+        usable = asyncio.ensure_future(contribution.final(len(contribution.payload) + 1))
+        try:
+            while not self.decided(order.round):
+                plan, changed = self._plan, asyncio.ensure_future(self._changed.wait())
+                if plan is not None and plan.number >= order.topology:
+                    deliveries.follow(plan)
+                pending: set[asyncio.Future[Any]] = {changed, deliveries.refused}
+                if not usable.done():
+                    pending.add(usable)
+                try:
+                    await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+                if usable.done():
+                    usable.result()
+                if deliveries.refused.done():
+                    raise Withdrawn(deliveries.refused.result())
+            commit = self._commits[order.round]
+            with self._rates.moving("down"):
+                await deliveries.settle(commit, min(_SILENCE_SECONDS, self._limits.stall))
+            return commit
+        finally:
+            deliveries.stop()
+            usable.cancel()
+
+    async def _first_plan(self) -> None:
+        while self._plan is None:
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """End everything."""
+        self._ways.close()
+        for carrier in self._carriers:
+            await carrier.close()
+        self._desk.close()

@@ -1,0 +1,262 @@
+"""A stream of messages over a raw one of libp2p, on which a dead sender looks like a proper end.
+
+Each record begins with four bytes, little-endian: the length of a message, which follows, or one of the marks
+below. Both sides send marks of life, since libp2p's daemon goes on answering for a process that is frozen.
+After both have sent END, each sends BYE, and nobody closes before the other's has come: a close overtakes
+what is still on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from node.exchange.meter import Direction
+from node.exchange.trouble import Kind, Trouble
+from protos.wire import MAX_MESSAGE_BYTES
+
+HEAD_BYTES: Final = 4
+END: Final = 0xFFFFFFFF  # no more messages from this side
+ALIVE: Final = 0xFFFFFFFE
+GONE: Final = 0xFFFFFFFD  # nobody reads here any more
+BYE: Final = 0xFFFFFFFC
+_MARKS: Final = frozenset((END, ALIVE, GONE, BYE))
+_AHEAD: Final = 2  # messages that are read before they are asked for
+_READ_BYTES: Final = 1 << 18
+
+OnBytes = Callable[[Direction, int], None]
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Seconds between marks of life, and after which a side that is waited for counts as gone."""
+
+    every: float = 3.0
+    silence: float = 15.0
+
+
+def no_count(direction: Direction, nbytes: int) -> None:
+    """Count nothing."""
+
+
+class SwarmStream:
+    """Implements :class:`node.exchange.peers.base.PeerStream`.
+
+    Args:
+        reader: of the raw stream, behind its opening.
+        writer: likewise.
+        peer: who is at the other end, for texts.
+        now: clock, in seconds.
+        heartbeat: how life is shown and expected.
+        on_bytes: receives direction and number of all bytes of records.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        now: Callable[[], float],
+        heartbeat: Heartbeat,
+        on_bytes: OnBytes = no_count,
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._peer, self._now, self._heartbeat, self._on_bytes = peer, now, heartbeat, on_bytes
+        self._inbox: deque[bytes] = deque()
+        self._changed = asyncio.Event()  # something to read, or nothing more
+        self._room = asyncio.Event()
+        self._failure: Trouble | None = None
+        self._ended = self._peer_ended = self._peer_gone = self._said_bye = False
+        self._deaf = False
+        self._stalled = False
+        self._heard = self._wrote = now()
+        self.closed = asyncio.Event()
+        self._pump = asyncio.create_task(self._receive())
+
+    async def read(self) -> bytes | None:
+        """See the protocol."""
+        while not self._inbox:
+            if self._failure is not None:
+                raise self._failure
+            if self._peer_ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        message = self._inbox.popleft()
+        self._room.set()
+        return message
+
+    async def write(self, message: bytes) -> None:
+        """See the protocol."""
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise Trouble(
+                Kind.PROTOCOL, f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}"
+            )
+        self._check_writable()
+        self._put(len(message), message)
+        await self._drained()
+        self._check_writable()
+
+    async def end(self) -> None:
+        """See the protocol."""
+        if self._ended:
+            return
+        if self._failure is not None:
+            raise self._failure
+        self._ended = True
+        self._put(END)
+        self._part()
+        await self._drained()
+
+    def cancel(self) -> None:
+        """See the protocol."""
+        if not self.closed.is_set():
+            self._fail(Trouble(Kind.BROKEN, f"the stream with {self._peer} has been given up"))
+
+    async def wind_up(self, seconds: float) -> None:
+        """The handler has returned: let its last messages arrive, and end the stream within ``seconds``."""
+        if self._failure is not None:
+            return
+        if not self._ended:
+            self.cancel()
+            return
+        self._deaf = True
+        self._inbox.clear()
+        self._room.set()
+        if not self._peer_ended:
+            self._put(GONE)
+        waiting = asyncio.ensure_future(self.closed.wait())
+        await asyncio.wait({waiting}, timeout=seconds)
+        waiting.cancel()
+        self.cancel()
+
+    def beat(self, listen: bool) -> None:
+        """Show life, and unless ``listen`` is false give up a peer that shows none."""
+        if self.closed.is_set():
+            return
+        now = self._now()
+        if listen and not self._stalled and now - self._heard > self._heartbeat.silence:
+            self._fail(
+                Trouble(
+                    Kind.SILENT,
+                    f"nothing came from {self._peer} for {now - self._heard:.3g} s: it is frozen or cut off",
+                )
+            )
+        # What waits to be sent will show it.
+        elif (
+            now - self._wrote >= self._heartbeat.every and not self._writer.transport.get_write_buffer_size()
+        ):
+            self._put(ALIVE)
+
+    def _check_writable(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            raise Trouble(Kind.PROTOCOL, f"this side has ended its messages to {self._peer}")
+        if self._peer_gone:
+            raise Trouble(Kind.BROKEN, f"{self._peer} has ended the stream")
+
+    def _put(self, head: int, message: bytes = b"") -> None:
+        if self._writer.transport.is_closing():
+            return
+        self._writer.write(head.to_bytes(HEAD_BYTES, "little"))
+        if message:
+            self._writer.write(message)
+        self._wrote = self._now()
+        self._on_bytes("up", HEAD_BYTES + len(message))
+
+    async def _drained(self) -> None:
+        try:
+            await self._writer.drain()
+        except (OSError, RuntimeError) as error:
+            if not (self._ended and self._peer_ended):
+                self._fail(Trouble(Kind.BROKEN, f"the stream with {self._peer} broke: {error}"))
+        if self._failure is not None:
+            raise self._failure
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                head = int.from_bytes(await self._exactly(HEAD_BYTES), "little")
+                if head in _MARKS:
+                    if head == BYE and self._ended and self._peer_ended:
+                        break
+                    self._mark(head)
+                    continue
+                if head > MAX_MESSAGE_BYTES or self._peer_ended:
+                    what = "a message after its last" if self._peer_ended else f"a message of {head} bytes"
+                    self._fail(Trouble(Kind.PROTOCOL, f"{self._peer} sent {what}"))
+                    return
+                message = await self._exactly(head)
+                if self._deaf:
+                    continue
+                self._inbox.append(message)
+                self._changed.set()
+                while len(self._inbox) >= _AHEAD:
+                    self._stalled = True
+                    self._room.clear()
+                    await self._room.wait()
+                self._stalled, self._heard = False, self._now()
+        except (OSError, EOFError) as error:
+            # After both ends a close without BYE does not matter: this side has all, and can send nothing.
+            if not (self._ended and self._peer_ended):
+                if isinstance(error, EOFError):
+                    kind, how = Kind.CUT, "ended before its last record"
+                else:
+                    kind, how = Kind.BROKEN, f"broke ({error})"
+                self._fail(Trouble(kind, f"{self._peer} is gone: the stream {how}"))
+                return
+        self._close()
+
+    def _mark(self, mark: int) -> None:
+        if mark == END:
+            self._peer_ended = True
+            self._changed.set()
+            self._part()
+        elif mark == GONE:
+            self._peer_gone = True
+        elif mark == BYE:
+            self._fail(Trouble(Kind.PROTOCOL, f"{self._peer} took its leave before the end"))
+
+    def _part(self) -> None:
+        if self._ended and self._peer_ended and not self._said_bye:
+            self._said_bye = True
+            self._put(BYE)
+
+    async def _exactly(self, nbytes: int) -> bytes:
+        """``nbytes`` bytes; memory is taken as they come, not as they are announced."""
+        parts = []
+        missing = nbytes
+        while missing:
+            part = await self._reader.read(min(missing, _READ_BYTES))
+            if not part:
+                raise EOFError
+            self._heard = self._now()
+            self._on_bytes("down", len(part))
+            parts.append(part)
+            missing -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _fail(self, trouble: Trouble) -> None:
+        if self.closed.is_set():
+            return
+        self._failure = trouble
+        self._inbox.clear()
+        self._writer.transport.abort()
+        if self._pump is not asyncio.current_task():
+            self._pump.cancel()
+        self._settle()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            self._writer.close()
+        self._settle()
+
+    def _settle(self) -> None:
+        self.closed.set()
+        self._changed.set()
+        self._room.set()

@@ -1,0 +1,458 @@
+"""Rounds whose slices travel between nodes, as the coordinator sees them: news come in, a commit goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import xxhash
+
+from coordinator.events import NodeLeft, RoundCommitted, TopologyMade
+from coordinator.sliced_round import SlicedRound
+from protos import atoll_pb2 as pb
+from protos.refusal import Refused
+from tests.coordinator.coordinator_rig import (
+    FakeNode,
+    Site,
+    abstain_frames,
+    contribution_frames,
+    random_payload,
+    voted_table,
+)
+
+TABLE = voted_table(64)
+NAMES = ["node-0", "node-1", "node-2"]
+
+
+class Member(FakeNode):
+    """A node that talks about slices."""
+
+    topology: pb.Topology
+    reduces: pb.Reduce | None = None
+
+    async def next(self) -> pb.CoordinatorMessage:
+        """The next order that is none of the mesh's."""
+        while True:
+            message = await self.order()
+            assert message is not None
+            kind = message.WhichOneof("kind")
+            if kind == "topology":
+                self.topology = message.topology
+            elif kind == "reduce":
+                self.reduces = message.reduce
+            else:
+                return message
+
+    async def opened(self, round_index: int | None = None) -> pb.RoundOpen:
+        message = await self.next()
+        assert message.WhichOneof("kind") == "round_open", message
+        assert round_index is None or message.round_open.round == round_index
+        self.drain()
+        return message.round_open
+
+    async def committed(self) -> pb.Commit:
+        message = await self.next()
+        assert message.WhichOneof("kind") == "committed", message
+        return message.committed
+
+    def drain(self) -> None:
+        """Take what the mesh has sent since."""
+        waiting = self.outbox._messages
+        while waiting and waiting[0].WhichOneof("kind") in ("topology", "reduce"):
+            message = waiting.popleft()
+            if message.HasField("topology"):
+                self.topology = message.topology
+            else:
+                self.reduces = message.reduce
+
+    def slices(self) -> Sequence[pb.SliceOf]:
+        return self.topology.tables[0].slices if self.topology.tables else []
+
+    def say(self, **kind: Any) -> None:
+        self.hub.message(self.node, pb.NodeMessage(**kind).SerializeToString())
+
+    def news(self, index: int, arrived: Sequence[str], *, made: bool = False, **fields: Any) -> None:
+        self.drain()
+        order = self.reduces
+        assert order is not None
+        digest, differing = (bytes([index + 1]) * 16, [index] * len(order.voters)) if made else (b"", [])
+        values: dict[str, Any] = {
+            "round": order.round,
+            "topology": self.topology.number,
+            "slice": index,
+            "arrived": arrived,
+            "attempt": order.attempt,
+            "digest": digest,
+            "differing": differing,
+            "compared": 100 if made else 0,
+        }
+        self.say(slice_news=pb.SliceNews(**{**values, **fields}))
+
+    def holds(self, round_index: int, slices: int) -> None:
+        whole = xxhash.xxh3_128(b"".join(bytes([index + 1]) * 16 for index in range(slices))).digest()
+        self.say(holding=pb.Holding(round=round_index, topology=self.topology.number, digest=whole))
+
+
+class Reef(Site):
+    """A run whose slices travel between its nodes."""
+
+    nodes: list[Member]  # type: ignore[assignment]
+
+    def __init__(self, count: int = 3, **plan: Any) -> None:
+        super().__init__(count, present=0, table=TABLE, transport=plan.pop("transport", "direct"), **plan)
+        for index in range(count):
+            self.join(f"10.0.0.{index + 1}:4601")
+
+    def join(self, direct: str = "", **changes: Any) -> Member:
+        node = Member(self.hub, endpoint=pb.Endpoint(direct=direct), **changes)
+        self.nodes.append(node)
+        return node
+
+    def by(self, name: str) -> Member:
+        return next(node for node in self.nodes if node.id == name)
+
+    async def begin(self, round_index: int = 0) -> list[pb.RoundOpen]:
+        return [await node.opened(round_index) for node in self.nodes]
+
+    def reduce(self, *, made: bool = True, voters: Sequence[str] | None = None) -> None:
+        """All reducers tell that the contributions of ``voters`` are there."""
+        names = [node.id for node in self.nodes] if voters is None else list(voters)
+        for index, part in enumerate(self.nodes[0].slices()):
+            self.by(part.reducer).news(index, names, made=made)
+
+    async def finish(self, round_index: int) -> list[pb.Commit]:
+        self.reduce()
+        for node in self.nodes:
+            node.holds(round_index, len(node.slices()))
+        commits = [await node.committed() for node in self.nodes]
+        for node in self.nodes:
+            node.report(round_index, f"state-{round_index + 1}")
+        return commits
+
+
+async def test_a_round_between_nodes() -> None:
+    reef = Reef(rounds=2)
+    orders = await reef.begin()
+    assert {order.topology for order in orders} == {reef.run.mesh.number}
+    parts = reef.nodes[0].slices()
+    assert [part.reducer for part in parts] == NAMES
+    assert (parts[0].start, parts[-1].end) == (0, TABLE.nbytes)
+    assert all(node.reduces is not None and node.reduces.voters == NAMES for node in reef.nodes)
+    commits = await reef.finish(0)
+    assert all(commit.counted and commit.nbytes == 0 for commit in commits)
+    assert [part.digest for part in commits[0].slices] == [bytes([index]) * 16 for index in (1, 2, 3)]
+    assert [part.reducer for part in commits[0].slices] == NAMES
+    assert commits[0].slices[-1].out_end == TABLE.result_nbytes
+    assert list(commits[0].holders) == NAMES
+    assert commits[1].agreement == pytest.approx(1 - (0 + 1 + 2) / 300)
+    kept = reef.journal.rounds[0]
+    assert kept.payload == b"" and [part.reducer for part in kept.record.slices] == [
+        "node-0",
+        "node-1",
+        "node-2",
+    ]
+    assert kept.record.nbytes == TABLE.result_nbytes
+    await reef.begin(1)
+    await reef.finish(1)
+    assert reef.run.phase == "done" and len(reef.told(RoundCommitted)) == 2
+    for node in reef.nodes:
+        message = await node.next()
+        assert message.WhichOneof("kind") == "stop" and message.stop.done
+
+
+async def test_every_pair_has_its_own_tokens() -> None:
+    reef = Reef()
+    await reef.begin()
+    calls = {(node.id, peer.node): peer.call_token for node in reef.nodes for peer in node.topology.nodes}
+    accepts = {(peer.node, node.id): peer.accept_token for node in reef.nodes for peer in node.topology.nodes}
+    others = {pair for pair in calls if pair[0] != pair[1]}
+    assert len(others) == 6 and all(calls[pair] == accepts[pair] for pair in others)
+    assert len({calls[pair] for pair in others}) == 6 and all(len(calls[pair]) == 16 for pair in others)
+    assert {peer.node: peer.direct for peer in reef.nodes[0].topology.nodes}["node-2"] == "10.0.0.3:4601"
+
+
+async def test_nothing_is_committed_before_a_second_node_holds_it() -> None:
+    reef = Reef(2)
+    await reef.begin()
+    reef.reduce()
+    assert not reef.told(RoundCommitted)
+    reef.nodes[0].say(holding=pb.Holding(round=0, digest=b"x" * 16))
+    assert not reef.told(RoundCommitted)
+    reef.nodes[0].holds(0, 2)
+    assert len(reef.told(RoundCommitted)) == 1
+
+
+async def test_a_result_that_nobody_else_receives_is_not_waited_for() -> None:
+    site = Site(2, present=0, table=TABLE, transport="direct")
+    nodes = [Member(site.hub, endpoint=pb.Endpoint(direct=where)) for where in ("10.0.0.1:1", "")]
+    for node in nodes:
+        await node.opened(0)
+    nodes[0].news(0, ["node-0"])
+    nodes[1].say(abstention=pb.Abstention(round=0, reason="loss is nan"))
+    nodes[0].news(0, ["node-0"], made=True)
+    assert list((await nodes[1].committed()).voters) == ["node-0"]
+
+
+async def test_a_single_node_reduces_alone() -> None:
+    reef = Reef(1)
+    await reef.begin()
+    reef.reduce()
+    assert (await reef.nodes[0].committed()).counted
+
+
+async def test_a_member_that_abstains_and_one_that_is_refused() -> None:
+    reef = Reef()
+    await reef.begin()
+    attempt = reef.nodes[0].reduces.attempt  # type: ignore[union-attr]
+    reef.nodes[1].say(abstention=pb.Abstention(round=0, reason="loss is nan"))
+    reef.nodes[0].drain()
+    assert reef.nodes[0].reduces.voters == ["node-0", "node-2"]  # type: ignore[union-attr]
+    assert reef.nodes[0].reduces.attempt > attempt  # type: ignore[union-attr]
+    refusal = pb.SliceRefusal(node="node-2", kind="not-finite", reason="NaN")
+    reef.nodes[0].news(0, ["node-0"], refused=[refusal])
+    for index, part in enumerate(reef.nodes[0].slices()):
+        reef.by(part.reducer).news(index, ["node-0"], made=True)
+    reef.nodes[2].holds(0, 3)
+    commits = [await node.committed() for node in reef.nodes]
+    assert [commit.counted for commit in commits] == [True, False, False]
+    assert list(commits[0].voters) == ["node-0"] and "abstained" in commits[0].reason
+    await reef.begin(1)
+
+
+async def test_an_old_attempt_does_not_count() -> None:
+    reef = Reef()
+    await reef.begin()
+    reef.reduce(made=False)
+    old = reef.nodes[0].reduces.attempt  # type: ignore[union-attr]
+    reef.nodes[2].die()
+    reef.nodes.pop()
+    for index in (0, 1):
+        reef.nodes[index].news(index, ["node-0", "node-1"], made=True, attempt=old, differing=[0, 0, 0])
+    assert not reef.told(RoundCommitted)
+
+
+async def test_the_slices_of_a_reducer_that_leaves_go_to_others_within_the_round() -> None:
+    reef = Reef()
+    await reef.begin()
+    bounds = [(part.start, part.end) for part in reef.nodes[0].slices()]
+    number = reef.run.mesh.number
+    reef.reduce()
+    reef.nodes[1].die()
+    gone = reef.nodes.pop(1)
+    for node in reef.nodes:
+        node.drain()
+    parts = reef.nodes[0].slices()
+    assert [(part.start, part.end) for part in parts] == bounds and reef.run.mesh.number > number
+    assert gone.id not in {part.reducer for part in parts}
+    assert parts[0].reducer == "node-0" and parts[2].reducer == "node-2"
+    # What the other two have stays; the slice that was moved needs its contributions anew.
+    reef.reduce(made=False, voters=["node-0", "node-2"])
+    reef.reduce(voters=["node-0", "node-2"])
+    reef.nodes[0].holds(0, 3)
+    commits = [await node.committed() for node in reef.nodes]
+    assert list(commits[0].voters) == ["node-0", "node-2"]
+    assert gone.id not in {part.reducer for part in commits[0].slices}
+    (left,) = reef.told(NodeLeft)
+    assert left.node == gone.id
+
+
+async def test_news_of_a_slice_that_was_taken_away_are_void() -> None:
+    reef = Reef()
+    await reef.begin()
+    reef.nodes[2].say(slice_trouble=pb.SliceTrouble(round=0, slice=1, topology=1, reason="all dials failed"))
+    stale = pb.SliceNews(round=0, topology=1, slice=1, arrived=["node-0"], attempt=99, digest=b"x" * 16)
+    active = reef.run.active
+    assert isinstance(active, SlicedRound)
+    assert not active.news("node-1", stale)
+    for node in reef.nodes:
+        node.drain()
+    taker = reef.nodes[0].slices()[1].reducer
+    assert taker != "node-1" and not active.news(taker, stale)
+    assert "node-2 cannot reach node-1: all dials failed" in reef.told(TopologyMade)[-1].reason or taker
+    reef.reduce()
+    reef.nodes[1].holds(0, 3)
+    assert len(reef.told(RoundCommitted)) == 1
+
+
+async def test_a_frozen_reducer_loses_its_slices() -> None:
+    reef = Reef(heartbeat=1000.0)
+    await reef.begin()
+    for index in (0, 2):
+        reef.nodes[index].news(index, [node.id for node in reef.nodes], made=True)
+    reef.timer.advance(6.0)
+    reef.nodes[0].drain()
+    assert "node-1" not in {part.reducer for part in reef.nodes[0].slices()}
+
+
+async def test_a_failed_reducer_gets_no_slice_for_some_rounds() -> None:
+    reef = Reef(rounds=40)
+    await reef.begin()
+    reef.nodes[1].news(1, [], failed="out of memory")
+    reef.nodes[0].drain()
+    assert [part.reducer for part in reef.nodes[0].slices()].count("node-1") == 0
+    rounds_without = 0
+    for round_index in range(12):
+        await reef.finish(round_index)
+        await reef.begin(round_index + 1)
+        rounds_without += "node-1" not in {part.reducer for part in reef.nodes[0].slices()}
+    assert 4 <= rounds_without < 12
+
+
+async def test_without_anybody_who_can_be_reached_the_round_goes_by_the_hub() -> None:
+    reef = Site(2, present=0, table=TABLE, transport="direct")
+    nodes = [Member(reef.hub, endpoint=pb.Endpoint()) for _ in range(2)]
+    orders = [await node.opened() for node in nodes]
+    assert {order.topology for order in orders} == {0}
+    exchanges = [
+        node.send(order, random_payload(i, TABLE))
+        for i, (node, order) in enumerate(zip(nodes, orders, strict=True))
+    ]
+    assert (await nodes[0].receive(exchanges[0])).commit is not None
+
+
+async def test_an_island_of_ranks_makes_everybody_use_the_hub() -> None:
+    site = Site(2, present=0, table=TABLE, transport="direct")
+    one = Member(site.hub, endpoint=pb.Endpoint(direct="10.0.0.1:1"))
+    two = Member(site.hub, ranks=2)
+    assert (await one.opened()).topology == 0 and (await two.opened()).topology == 0
+    assert "node-1" in site.run.mesh.reason
+
+
+async def test_a_payload_for_a_sliced_round_is_refused_and_its_commit_can_be_asked_for() -> None:
+    reef = Reef()
+    orders = await reef.begin()
+    frames = contribution_frames(orders[0], TABLE, random_payload(0, TABLE))
+    exchange = reef.nodes[0].feed(*frames)
+    with pytest.raises(Refused, match="travel between nodes"):
+        await exchange.next_frame()
+    asking = reef.nodes[1].feed(*abstain_frames(orders[1], "asking"))
+    reef.reduce()
+    reef.nodes[0].holds(0, 3)
+    download = await reef.nodes[1].receive(asking)
+    assert download.commit is not None and len(download.commit.slices) == 3 and download.commit.counted
+
+
+async def test_a_late_member_goes_on_with_its_report() -> None:
+    reef = Reef(rounds=5)
+    await reef.begin()
+    fast = reef.nodes[:2]
+    for index, part in enumerate(reef.nodes[0].slices()):
+        reef.by(part.reducer).news(index, ["node-0", "node-1"])
+    reef.idle(11.0)  # the deadline passes
+    for node in reef.nodes:
+        node.drain()
+    for index, part in enumerate(reef.nodes[0].slices()):
+        reef.by(part.reducer).news(index, ["node-0", "node-1"], made=True)
+    reef.nodes[0].holds(0, 3)
+    for node in fast:
+        assert (await node.committed()).round == 0
+        await node.opened(1)
+    late = reef.nodes[2]
+    assert not (await late.committed()).counted
+    late.drain()
+    assert late.idle()
+    late.report(0, "state-1")
+    order = await late.opened(1)
+    assert order.lease_count and not order.result_ready and order.topology
+
+
+async def test_facts_outlast_the_coordinator() -> None:
+    reef = Reef(rounds=5)
+    await reef.begin()
+    await reef.finish(0)
+    await reef.begin(1)
+    lost = reef.restart()
+    ahead = [
+        Member(
+            reef.hub,
+            former=node.reply.session,
+            round=1,
+            state_digest="state-1",
+            endpoint=pb.Endpoint(direct="10.0.0.9:1"),
+        )
+        for node in lost[:2]
+    ]
+    behind = Member(
+        reef.hub, former=lost[2].reply.session, round=0, state_digest="s0", endpoint=pb.Endpoint()
+    )
+    assert [node.id for node in (*ahead, behind)] == NAMES
+    message = await behind.next()
+    assert message.round_open.result_ready and message.round_open.round == 0
+    download = await behind.fetch(message.round_open)
+    assert download.commit is not None and len(download.commit.slices) == 3
+    assert set(download.commit.holders) == {"node-0", "node-1", "node-2"}
+
+
+async def test_a_member_that_comes_back_keeps_its_seat_only_with_the_same_work() -> None:
+    reef = Reef(rounds=5)
+    orders = await reef.begin()
+    lease = orders[2]
+    node = reef.nodes.pop()
+    node.die()
+    changes = {"former": node.reply.session, "endpoint": pb.Endpoint(), "state_digest": "s0"}
+    again = Member(
+        reef.hub, **changes, lease_round=0, lease_start=lease.lease_start, lease_count=lease.lease_count
+    )
+    order = await again.opened(0)
+    assert (order.lease_start, order.lease_count) == (lease.lease_start, lease.lease_count)
+    again.die()
+    other = Member(reef.hub, **{**changes, "former": again.reply.session})
+    other.drain()
+    assert other.idle()  # it waits for the next round
+    assert math.isnan(reef.run.history.agreement)
+
+
+async def test_nonsense_about_slices_is_counted_or_ignored() -> None:
+    reef = Reef()
+    await reef.begin()
+    active = reef.run.active
+    assert isinstance(active, SlicedRound)
+    node = reef.nodes[0]
+    for index, fields in [(7, {}), (1, {}), (0, {"round": 3})]:
+        node.news(index, ["node-0"], **fields)
+    node.news(0, ["stranger"])
+    node.news(0, [], made=True, digest=b"short")
+    node.news(0, [], made=True, differing=[1])
+    node.say(slice_trouble=pb.SliceTrouble(round=0, slice=9, reason="x"))
+    node.say(endpoint=pb.Endpoint(direct="x" * 1000))
+    node.say(endpoint=pb.Endpoint(direct="a:1", uplink=-1.0))
+    assert not reef.told(RoundCommitted) and reef.run.counters["bad-message"] == 2
+    await reef.finish(0)
+
+
+async def test_an_address_is_tried_before_the_first_round() -> None:
+    site = Site(2, present=0, table=TABLE, transport="direct")
+    answers: dict[str, asyncio.Future[str]] = {}
+
+    async def dial(address: str) -> str:
+        answers[address] = asyncio.get_running_loop().create_future()
+        return await answers[address]
+
+    site.run.mesh.dial = dial
+    nodes = [Member(site.hub, endpoint=pb.Endpoint(direct=where)) for where in (":4601", "reef.example:7")]
+    await asyncio.sleep(0)
+    assert sorted(answers) == ["127.0.0.1:4601", "reef.example:7"]
+    assert site.run.phase == "syncing" and "node-0, node-1" in site.run.reason
+    answers["127.0.0.1:4601"].set_result("")
+    answers["reef.example:7"].set_result("connecting timed out")
+    orders = [await node.opened(0) for node in nodes]
+    assert all(order.topology for order in orders)
+    assert {part.reducer for part in nodes[0].slices()} == {"node-0"}
+    assert [peer.direct for peer in nodes[0].topology.nodes] == ["127.0.0.1:4601", ""]
+    site.hub.close()
+
+
+async def test_links_that_differ_make_slices_that_differ() -> None:
+    site = Site(3, present=0, table=voted_table(4096), transport="direct")
+    ends = [
+        pb.Endpoint(direct=f"10.0.0.{i}:1", uplink=rate, downlink=rate)
+        for i, rate in enumerate((1e6, 1e6, 1e5))
+    ]
+    nodes = [Member(site.hub, endpoint=end) for end in ends]
+    for node in nodes:
+        await node.opened(0)
+    sizes = {part.reducer: part.end - part.start for part in nodes[0].slices()}
+    assert sizes.get("node-2", 0) < sizes["node-0"] / 2
