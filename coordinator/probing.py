@@ -1,15 +1,14 @@
 """Probing: what a machine asks of the coordinator about the way between both, before it joins or in trouble.
 
-Whoever asks shows the invite's token and needs no session. It is tried at the address from which it calls and
-at no other one, so nobody can have the coordinator call third parties. Measuring takes little, one caller at a
-time, and gives way to the rounds like every background stream.
+Whoever asks shows the invite's token and needs no session. It is tried at the address from which it calls
+and at no other one, so nobody can have the coordinator call third parties. Measuring takes little, one caller
+at a time, and gives way to the rounds like every background stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from coordinator.mesh import seen_at
 from coordinator.pacing import Flow, Pacer
 from protos.atoll_pb2 import MeasureReply, ProbeReply, ProbeRequest
+from protos.measuring import MEASURE_BYTES, MEASURE_SECONDS, chunks
 from protos.refusal import BAD_FRAME, BAD_MESSAGE, OVERLOADED, OVERSIZED, STALLED, Refused
 from protos.version import version_of
 from protos.wire import CHUNK, END, HEADER, PROTOCOL, FrameError, decode_frame, encode_frame
@@ -38,13 +38,11 @@ class MeasureLimits:
     Attributes:
         seconds: of each direction.
         nbytes: of the bodies of each direction.
-        chunk: bytes of a body that is sent; few, as a thin link has to carry several in that time.
         whole: seconds for all of it, after which a caller that does not read is cut off.
     """
 
-    seconds: float = 1.5
-    nbytes: int = 8 << 20
-    chunk: int = 32 << 10
+    seconds: float = MEASURE_SECONDS
+    nbytes: int = MEASURE_BYTES
     whole: float = 10.0
 
 
@@ -138,10 +136,8 @@ class Probing:
 
     async def _download(self, write: Write, flow: Flow) -> None:
         limits, now = self._limits, self._pacer.now
-        body = os.urandom(limits.chunk)  # what could be compressed would look faster than it is
         end, held = now() + limits.seconds, False
-        for offset in range(0, limits.nbytes - limits.chunk + 1, limits.chunk):
-            frame = encode_frame(CHUNK, body, offset=offset)
+        for frame in chunks(limits.nbytes):
             held |= await _gave_way(flow, len(frame), lambda: now() < end)
             if now() >= end:
                 break

@@ -20,17 +20,19 @@ def reason_of(run: Run) -> str:
     return run.reason
 
 
-def node_status(node: Node) -> NodeStatus:
-    """One node's line; bytes as this side counted them."""
+def node_status(node: Node, *, between_nodes: bool = False) -> NodeStatus:
+    """One node's line; bytes as this side counted them, or, where they travel ``between_nodes``, as the node
+    says."""
     busy = node.busy_seconds
+    told = (node.report.bytes_up, node.report.bytes_down) if between_nodes else (0, 0)
     return NodeStatus(
         node=node.node,
         name=node.name,
         state=node.state,
         round=node.report.round,
         loss=node.report.loss,
-        bytes_up=node.bytes_in,
-        bytes_down=node.bytes_out,
+        bytes_up=max(node.bytes_in, told[0]),
+        bytes_down=max(node.bytes_out, told[1]),
         agreement=node.agreement,
         missed=node.missed,
         abstained=node.abstained,
@@ -54,8 +56,9 @@ def parameters_of(tables: TableSchedule) -> int:
 
 def status_of(run: Run, now: float, bytes_in: int, bytes_out: int) -> StatusReply:
     """The whole status; nodes that have left come last, in the state ``"left"``."""
-    plan, tables = run.plan, run.tables
+    plan, tables, registry = run.plan, run.tables, run.registry
     up, down = tables.mean_nbytes
+    between_nodes = plan.transport != "hub"
     return StatusReply(
         run=plan.name,
         run_digest=plan.run_digest,
@@ -71,9 +74,13 @@ def status_of(run: Run, now: float, bytes_in: int, bytes_out: int) -> StatusRepl
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         agreement=run.history.agreement,
-        nodes=[node_status(node) for node in (*run.registry.nodes.values(), *run.registry.left)],
+        nodes=[
+            node_status(node, between_nodes=between_nodes)
+            for node in (*registry.nodes.values(), *registry.left)
+        ],
         curve=run.history.curve(),
         counters=dict(run.counters),
         seconds=0.0 if run.started_at is None else (run.ending.at or now) - run.started_at,
         state_digest=run.history.agreed_digest,
+        ways=f"{plan.transport}: {run.mesh.reason}" if between_nodes else "",
     )

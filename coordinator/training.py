@@ -203,7 +203,6 @@ class Training:
             order.lease_start, order.lease_count = lease.start, lease.count
             active.members[node.node].samples = lease.count
             order.evaluate = node.node == self._evaluator
-            order.topology = run.mesh.number if isinstance(active, SlicedRound) else 0
             order.topology = active.topology if isinstance(active, SlicedRound) else 0
         else:
             return

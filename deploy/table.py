@@ -122,6 +122,8 @@ def run_table(reply: pb.StatusReply) -> Table:
             ("validation", f"{number(validation)} nats, {number(bits)} bits per byte (round {measured + 1})")
         )
     rows.append(("a round", f"{payload(reply)}, {reply.parameters:,} parameters"))
+    if reply.ways:
+        rows.append(("transport", reply.ways))
     rows.append(("traffic", f"{format_bytes(reply.bytes_in)} in, {format_bytes(reply.bytes_out)} out"))
     if reply.seconds > 0:
         pace = f", {reply.round / reply.seconds:.2f} rounds/s" if reply.round else ""

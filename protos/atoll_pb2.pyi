@@ -1731,6 +1731,7 @@ class StatusReply(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     RESULT_BYTES_FIELD_NUMBER: _builtins.int
+    WAYS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     run_digest: _builtins.str
     method: _builtins.str
@@ -1757,6 +1758,8 @@ class StatusReply(_message.Message):
     """agreed by all who reported the last round"""
     result_bytes: _builtins.int
     """of a result, mean over the rounds of a cycle"""
+    ways: _builtins.str
+    """in words, how the bytes of a round travel; empty: all to the coordinator"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
@@ -1789,10 +1792,11 @@ class StatusReply(_message.Message):
         seconds: _builtins.float = ...,
         state_digest: _builtins.str = ...,
         result_bytes: _builtins.int = ...,
+        ways: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "counters", b"counters", "curve", b"curve", "epoch", b"epoch", "method", b"method", "nodes", b"nodes", "parameters", b"parameters", "payload_bytes", b"payload_bytes", "phase", b"phase", "reason", b"reason", "result_bytes", b"result_bytes", "round", b"round", "rounds", b"rounds", "run", b"run", "run_digest", b"run_digest", "seconds", b"seconds", "state_digest", b"state_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "counters", b"counters", "curve", b"curve", "epoch", b"epoch", "method", b"method", "nodes", b"nodes", "parameters", b"parameters", "payload_bytes", b"payload_bytes", "phase", b"phase", "reason", b"reason", "result_bytes", b"result_bytes", "round", b"round", "rounds", b"rounds", "run", b"run", "run_digest", b"run_digest", "seconds", b"seconds", "state_digest", b"state_digest", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,7 @@ import xxhash
 PROTOCOL: Final = 4  # raised when old and new nodes cannot work together
 
 CONTROL_SERVICE: Final = "atoll.v1.Coordinator"  # GetRun, Join, Session, GetStatus, Probe
-BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutChunks, GetChunks, GetResults, Tunnel, Measure: raw bytes
+BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutChunks, GetChunks, GetResults, Tunnel, Measure: bytes
 PEER_SERVICE: Final = "atoll.v1.Peer"  # of a node, for other nodes: Stream, Reach. Raw bytes
 TOKEN_KEY: Final = "atoll-token"
 SESSION_KEY: Final = "atoll-session"

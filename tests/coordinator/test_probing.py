@@ -163,9 +163,9 @@ async def test_what_is_told_of_an_upload() -> None:
 
 
 async def test_a_download_has_a_size() -> None:
-    limits = MeasureLimits(nbytes=100 << 10, chunk=32 << 10)
+    limits = MeasureLimits(nbytes=100 << 10)
     _, *chunks, _ = await measured([END], step=0.0, limits=limits)
-    assert sum(len(frame.body) for frame in chunks) == 96 << 10
+    assert sum(len(frame.body) for frame in chunks) == 100 << 10
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ async def test_rounds_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("coordinator.probing.asyncio.sleep", nap)
     sent: list[bytes] = []
-    limits = MeasureLimits(seconds=5000.0, nbytes=8000, chunk=4000)
+    limits = MeasureLimits(seconds=5000.0, nbytes=8000)
     await measure_with(read, sent, limits=limits, busy=True, clock=clock)
     frames = [wire.decode_frame(message) for message in sent]
     assert pb.MeasureReply.FromString(bytes(frames[0].body)).held

@@ -142,6 +142,9 @@ async def test_a_round_between_nodes() -> None:
     assert (parts[0].start, parts[-1].end) == (0, TABLE.nbytes)
     assert all(node.reduces is not None and node.reduces.voters == NAMES for node in reef.nodes)
     commits = await reef.finish(0)
+    reef.nodes[0].report(0, "state-1", bytes_up=10**9)
+    status = reef.hub.status()
+    assert status.ways.startswith("direct: 3 reduce") and status.nodes[0].bytes_up == 10**9
     assert all(commit.counted and commit.nbytes == 0 for commit in commits)
     assert [part.digest for part in commits[0].slices] == [bytes([index]) * 16 for index in (1, 2, 3)]
     assert [part.reducer for part in commits[0].slices] == NAMES
