@@ -51,7 +51,7 @@ demo: setup ## three nodes train on real text through a coordinator on this mach
 # Tests use the optional packages; a user's `make demo` does without their 400 MB.
 $(VENV)/extras: $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
-	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dev,fast,hf,island]'
+	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dev,fast,hf,island,swarm]'
 	@touch $@
 
 test: lint $(VENV)/extras ## check style and types, then run all tests

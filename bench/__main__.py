@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.report import Report
+from deploy.processes import unwinding_signals
 from deploy.terminal import PIPE_COLUMNS
 
 BENCHES: dict[str, tuple[str, str]] = {
@@ -21,6 +22,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     ),
     "round": ("bench.round", "one vote of 124 M parameters by four processes, split into its phases"),
     "wire": ("bench.wire", "bits per parameter and step, counted at the transport"),
+    "exchange": (
+        "bench.exchange",
+        "one vote by hub, direct and swarm, beside hivemind's averager and gloo's all-reduce, on thin links",
+    ),
     "bytes": ("bench.bytes", "bytes of every method for a step, counted between real nodes, and by formula"),
     "methods": ("bench.methods", "loss of every method against its bytes on the embedded text, paired seeds"),
     "lordo": ("bench.lordo", "what LoRDO's full-rank term, basis and rare exchanges are worth"),
@@ -58,6 +63,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "restarts": (
         "bench.restarts",
         "a run whose coordinator is killed 50 times against one without: equal states after each round",
+    ),
+    "churn": (
+        "bench.churn",
+        "minutes in which nodes and the coordinator die and come at random: rounds, loss, a picture",
     ),
 }
 
@@ -122,4 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        with unwinding_signals():  # a bench that is told to end takes its processes and files along
+            sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

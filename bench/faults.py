@@ -45,6 +45,12 @@ POINTS: Final[dict[str, Point]] = {
     "uploading": Point("node.exchange.chunks_up", "_load"),  # a chunk, after the header
     "loading": Point("node.exchange.chunks_down", "SnapshotAssembly.add"),
     "replaying": Point("node.exchange.replay", "Replay._fetch"),
+    # of a node that reduces a slice
+    "ordered": Point("node.exchange.peers.desk", "Desk.reduce", after=True),  # and has no contribution
+    "collecting": Point("node.exchange.peers.slice_reducer", "SliceReducer.delivered", after=True),
+    "reduced": Point("optim.reduction", "Reduction.digest", after=True),  # and has told nobody
+    "told": Point("node.exchange.peers.upload", "SliceAssembly._end", after=True, since="reduced"),
+    "committed": Point("node.exchange.peers.desk", "Desk.committed", since="reduced"),
     # of the coordinator
     "gathering": Point("coordinator.gathering", "Gathering._returning", after=True),
     "open": Point("coordinator.open_round", "OpenRound.begin", after=True),

@@ -19,12 +19,21 @@ from typing import Any, Final
 
 from bench import faults, namespaces
 from deploy import cli
-from deploy.processes import PARENT_KEY, Child, Children, ProcessError
+from deploy.processes import PARENT_KEY, Child, Children, ProcessError, follow_parent
 
 _FORKS: Final[Any] = multiprocessing.get_context("forkserver")
 # What a coordinator and a node need is imported once, by the server that they are forked from.
 _FORKS.set_forkserver_preload(
-    ["bench.forked", "coordinator.service", "deploy.serving", "node.launch", "node.model", "optim.methods"]
+    [
+        "bench.fork_server",
+        "bench.forked",
+        "coordinator.service",
+        "deploy.serving",
+        "node.launch",
+        "node.model",
+        "optim.methods",
+        "optim.bits.fast",
+    ]
 )
 
 
@@ -113,6 +122,7 @@ def _work(order: Order) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update({**order.environment, PARENT_KEY: str(os.getppid())})
+    follow_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if order.namespace:
         namespaces.enter(order.namespace)

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from bench import namespaces
-from bench.bed import Bed, merged
+from bench.bed import Bed, BedError, merged
 from bench.faults import NONE, Fault, stopped
 from bench.forked import ForkedChildren
 from bench.report import Report
-from coordinator.audit import Audit, audit
+from coordinator.audit import Audit, Violation, audit
 from coordinator.journal_reading import JournalReader
-from deploy.processes import Child
+from deploy.processes import Child, ProcessError
+from protos.waits import HEARTBEAT_SECONDS
 
 Who = Literal["node", "donor", "joiner", "coordinator"]
 Event = Literal["kill", "freeze", "cut"]
@@ -40,12 +43,15 @@ EVENTS: Final[tuple[Event, ...]] = ("kill", "freeze", "cut")
 STEADY: Final = ("a", "b")
 SNAPSHOTS: Final = 15  # rounds between two, so that somebody is a donor all the time
 MORE: Final = 3  # rounds that must be committed after a fault
+CEILING: Final = 60.0  # seconds within which the run commits again
 LINK: Final = 1_000_000_000
+PACE: Final = Fault(compute=0.05)  # or two nodes that train leave a third no processor to start on
 COORDINATOR_SPACE, VICTIM_SPACE = len(STEADY), len(STEADY) + 1
 RUN: Final = {
     "run": {"rounds": 1_000_000, "nodes": len(STEADY)},
     "model": {"d_model": 192, "layers": 2, "heads": 4},  # 4 chunks: every member is a donor
     "method": {"name": "sign-muon", "warmup": 0},
+    "round": {"adaptive": False},  # a victim that is slow to start gets to its phase
 }
 
 
@@ -86,10 +92,11 @@ class Scene:
         self.standstills: dict[Case, float] = {}
         self._spaces, self._seconds, self._heartbeat, self._ceiling = spaces, seconds, heartbeat, ceiling
         self._victims = 0
+        bed.folder.mkdir(parents=True, exist_ok=True)
         bed.write(merged(RUN, {"round": {"deadline": ceiling / 4, "start_timeout": ceiling / 2}}))
         self._lead()
         for index, name in enumerate(STEADY):
-            bed.join(name, "--wait", "120s", namespace=self._space(index))
+            bed.join(name, "--wait", "120s", namespace=self._space(index), fault=PACE)
         bed.reached("a", 2)
 
     def _space(self, index: int) -> str:
@@ -122,8 +129,18 @@ class Scene:
         bed.kill(bed.coordinator, signal.SIGINT)
         for name in STEADY:
             bed.ended(bed.nodes[name])
-        bed.digests()
-        with JournalReader(bed.journal) as reader:
+        return self._audit()
+
+    def give_up(self) -> Audit:
+        """Kill all that is left, and check the same."""
+        for child in self.bed.children.children:
+            if child.code is None:
+                self.bed.kill(child)
+        return self._audit()
+
+    def _audit(self) -> Audit:
+        self.bed.digests()
+        with JournalReader(self.bed.journal) as reader:
             return audit(reader.ledger)
 
     def _hit_node(self, case: Case) -> None:
@@ -216,6 +233,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, metavar="S", help="of a standstill or a cut (30; quick: 3)")
 
 
+@dataclass
+class Course:
+    """What has become of the cases that were played."""
+
+    cases: list[Case]
+    failures: list[str] = field(default_factory=list)
+    standstills: dict[Case, float] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+    rounds: int = 0
+    trained: int = 0
+
+    def go_on(self, played: Scene) -> None:
+        """Play the cases that are left, up to the first one that fails."""
+        finish = played.close
+        while self.cases:
+            case = self.cases.pop(0)
+            try:
+                played.play(case)
+            except (BedError, ProcessError) as error:
+                self._failed(f"{case}: {error}")
+                finish = played.give_up
+                break
+            self.standstills[case] = played.standstills[case]
+            _say(f"{case}: {self.standstills[case]:.1f} s; {len(self.cases)} to go")
+        try:
+            found = finish()
+        except (BedError, ProcessError) as error:
+            self._failed(f"in the end: {error}")
+            return
+        self.violations += found.violations
+        self.rounds += found.rounds
+        self.trained += found.trained
+
+    def _failed(self, text: str) -> None:
+        _say(f"FAILED: {text}")
+        self.failures.append(text)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def run(quick: bool, options: argparse.Namespace | None = None) -> Report:
     """The bench."""
     report = Report("matrix")
@@ -224,33 +283,40 @@ def run(quick: bool, options: argparse.Namespace | None = None) -> Report:
     cases = all_cases(cuts=reason is None)
     if quick:
         cases = [case for case in cases if case.event == "kill" or case.phase in ("waiting", "open")]
-    cases = [case for case in cases if getattr(options, "only", "") in str(case)]
+    course = Course([case for case in cases if getattr(options, "only", "") in str(case)])
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        heartbeat = 0.5 if quick else 5.0
-        made = scene(Path(folder), cuts=reason is None, seconds=seconds, heartbeat=heartbeat, ceiling=60.0)
-        with made as played:
-            for case in cases:
-                played.play(case)
-            found = played.close()
+        for number in itertools.count():
+            made = scene(
+                Path(folder) / str(number),
+                cuts=reason is None,
+                seconds=seconds,
+                heartbeat=0.5 if quick else HEARTBEAT_SECONDS,
+                ceiling=CEILING,
+            )
+            with made as played:
+                course.go_on(played)
+            if not course.cases:
+                break
     table = report.table("Until the run goes on", "case", "seconds")
-    for case, standstill in played.standstills.items():
+    for case, standstill in course.standstills.items():
         table.row(str(case), standstill)
-    kinds = [violation.kind for violation in found.violations]
-    report.add("cases", len(played.standstills))
+    kinds = [violation.kind for violation in course.violations]
+    report.add("cases", len(course.standstills))
+    report.add("failed", len(course.failures), ceiling=0)
     report.add("samples_lost", kinds.count("account"), ceiling=0)
     report.add("samples_twice", kinds.count("twice"), ceiling=0)
-    report.add("other_violations", len(set(kinds) - {"account", "twice"}), ceiling=0)
-    report.add("rounds", found.rounds)
-    report.add("samples_trained", found.trained)
-    report.add("longest_standstill_seconds", max(played.standstills.values()), ceiling=60.0)
+    report.add("other_violations", len(kinds) - kinds.count("account") - kinds.count("twice"), ceiling=0)
+    report.add("rounds", course.rounds)
+    report.add("samples_trained", course.trained)
+    report.add("longest_standstill_seconds", max(course.standstills.values(), default=0.0), ceiling=CEILING)
     report.add("stood_or_cut_seconds", seconds)
-    for violation in found.violations:
-        report.note(violation.text)
+    for text in (*course.failures, *(violation.text for violation in course.violations)):
+        report.note(text)
     report.note(
         f"from the fault until both other nodes have applied {MORE} rounds more than the one in flight; of a "
         "coordinator that stood still or was cut off, from its return"
     )
-    report.note("digests are equal after every round at all nodes, or the bench fails")
+    report.note("digests are equal after every round at all nodes, or a case has failed")
     if reason is not None:
         report.note(f"no cuts of the network: {reason}")
     return report

@@ -6,10 +6,11 @@ would have had, so that the state after every round is that of a run in which no
 
 from __future__ import annotations
 
+import argparse
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,9 +27,10 @@ POINTS: Final = ("gathering", "open", "delivered", "journaling", "journaled", ""
 APART: Final = 12  # rounds between two kills, at most
 RUN: Final[dict[str, dict[str, Any]]] = {
     "run": {"nodes": len(NAMES), "evaluate_every": 0},
-    "method": {"name": "sign-muon", "warmup": 0},
     "round": {"adaptive": False},  # every vote counts, however long the others take
 }
+SIGN_MUON: Final[dict[str, Any]] = {"name": "sign-muon", "warmup": 0}
+LORDO: Final[dict[str, Any]] = {"name": "lordo", "warmup": 0, "local_steps": 4, "rank": 4}
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,15 @@ class Course:
     pauses: Sequence[float]
 
 
-def course(folder: Path, rounds: int, kills: int, seed: int = 0) -> Course:
+def course(
+    folder: Path, rounds: int, kills: int, seed: int = 0, method: Mapping[str, Any] = SIGN_MUON
+) -> Course:
     """Carry out a run of so many rounds in which the coordinator is killed so many times.
+
+    Args:
+        folder: for all files of the run.
+        seed: of the points at which it is killed.
+        method: section of the run file.
 
     Raises:
         BedError: it does not go on, or two nodes have different states.
@@ -56,11 +65,12 @@ def course(folder: Path, rounds: int, kills: int, seed: int = 0) -> Course:
     folder.mkdir(parents=True, exist_ok=True)
     with ForkedChildren() as children:
         bed = Bed(folder, children, command=())
-        bed.write({**RUN, "run": {**RUN["run"], "rounds": rounds}})
+        bed.write({**RUN, "run": {**RUN["run"], "rounds": rounds}, "method": dict(method)})
         fault = _drawn(chance, first=True) if kills else NONE
         hub = bed.lead(fault=fault)
-        for name in NAMES:
-            bed.join(name, "--wait", "100s")
+        for name in NAMES:  # one after the other: in both runs the same has the first place
+            child = bed.join(name, "--wait", "100s")
+            bed.until(lambda n=name: bool(bed.events(n, "Joined")), f"the admission of {name}", watch=child)  # type: ignore[misc]
         for left in reversed(range(kills)):
             if fault.point:
                 bed.until(lambda child=hub: stopped(child.pid), "the point of the kill")  # type: ignore[misc]
@@ -90,21 +100,51 @@ def _drawn(chance: random.Random, *, first: bool = False) -> Fault:
     return Fault(point, 1 if point == "gathering" else chance.randint(1, APART * each))
 
 
-def run(quick: bool) -> Report:
-    """The bench."""
-    report, kills = Report("restarts"), 8 if quick else 50
+@dataclass(frozen=True)
+class Comparison:
+    """A run whose coordinator was killed against one that was left alone."""
+
+    rounds: int
+    quiet: Course
+    killed: Course
+
+    @property
+    def differing(self) -> list[int]:
+        """Rounds that are missing, or after which the state is another."""
+        ours, theirs = self.killed.digests, self.quiet.digests
+        return [index for index in range(self.rounds) if theirs[index] != ours.get(index)]
+
+
+def compared(kills: int, seed: int, method: Mapping[str, Any]) -> Comparison:
+    """Both runs, one after the other."""
     rounds = (kills + 2) * APART
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        quiet = course(Path(folder) / "quiet", rounds, 0)
-        killed = course(Path(folder) / "killed", rounds, kills)
-    differing = [index for index in range(rounds) if quiet.digests[index] != killed.digests.get(index)]
-    report.add("rounds_that_differ", len(differing), ceiling=0)
-    report.add("violations", len(killed.violations), ceiling=0)
-    report.add("pause_median_seconds", median(killed.pauses))
-    report.add("pause_longest_seconds", max(killed.pauses))
+        quiet = course(Path(folder) / "quiet", rounds, 0, method=method)
+        killed = course(Path(folder) / "killed", rounds, kills, seed, method)
+    return Comparison(rounds, quiet, killed)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench alone."""
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the points of the kills")
+
+
+def run(quick: bool, options: argparse.Namespace | None = None) -> Report:
+    """The bench."""
+    report, seed = Report("restarts"), getattr(options, "seed", 0)
+    kills, lordo_kills = (6, 2) if quick else (50, 10)
+    votes, lordo = compared(kills, seed, SIGN_MUON), compared(lordo_kills, seed, LORDO)
+    report.add("rounds_that_differ", len(votes.differing), ceiling=0)
+    report.add("violations", len(votes.killed.violations), ceiling=0)
+    report.add("lordo_rounds_that_differ", len(lordo.differing), ceiling=0)
+    report.add("lordo_violations", len(lordo.killed.violations), ceiling=0)
+    report.add("pause_median_seconds", median(votes.killed.pauses))
+    report.add("pause_longest_seconds", max(votes.killed.pauses))
     report.add("kills", kills)
-    report.add("rounds", rounds)
-    for violation in killed.violations:
+    report.add("rounds", votes.rounds)
+    report.add("lordo_kills", lordo_kills)
+    report.add("lordo_rounds", lordo.rounds)
+    for violation in (*votes.killed.violations, *lordo.killed.violations):
         report.note(violation.text)
     report.note(
         "a round differs if it is missing, or the state after it is not that of the run without kills"

@@ -231,7 +231,7 @@ class Hub:
         elif kind == "ready":
             if self.run.ready(node, message.ready):
                 self.count(BAD_MESSAGE)
-        elif kind in ("endpoint", "slice_news", "slice_trouble", "abstention", "holding"):
+        elif kind in ("endpoint", "detour", "slice_news", "slice_trouble", "abstention", "holding"):
             self._between_nodes(node, message, kind)
         elif kind == "leave":
             self.close_session(node, message.leave.reason[:256] or "it left", cleanly=True)
@@ -243,6 +243,8 @@ class Hub:
         active = self.run.active
         if kind == "endpoint":
             self.run.mesh.announced(node, message.endpoint)
+        elif kind == "detour":
+            self.run.mesh.detour(node, message.detour.node)
         elif not isinstance(active, SlicedRound):
             return  # of a round that is over
         elif kind == "slice_news":

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from coordinator.events import TopologyMade
@@ -50,6 +50,7 @@ class Ways:
         why_not: why not, in words.
         dialing: the address that is being tried.
         shunned: the round up to which it does not reduce, as it has failed in one.
+        detours: nodes that reach it through the coordinator only, whatever it has announced.
     """
 
     endpoint: Endpoint
@@ -57,6 +58,7 @@ class Ways:
     why_not: str = ""
     dialing: str = ""
     shunned: int = -1
+    detours: set[str] = field(default_factory=set)
 
 
 class Mesh:
@@ -140,9 +142,16 @@ class Mesh:
             ways.direct = address
         self._run.newcomer_moved()
 
+    def detour(self, node: Node, other: str) -> None:
+        """A node reaches another one through the coordinator only."""
+        if other in self._ways and other != node.node:
+            self._ways[other].detours.add(node.node)
+
     def departed(self, node: Node) -> None:
         """A node is gone."""
         self._ways.pop(node.node, None)
+        for ways in self._ways.values():
+            ways.detours.discard(node.node)
 
     def close(self) -> None:
         """Try no more addresses."""
@@ -207,9 +216,10 @@ class Mesh:
         return self._assigned[table.digest]
 
     def arrived(self, node: Node) -> None:
-        """A node has opened its session: all others are told how to deal with it."""
-        if self._assigned:
-            self._publish()
+        """A node has opened its session: all others are told how to deal with it, whoever reduces now: the
+        results of rounds before may lie at nodes."""
+        if self._transport != "hub":
+            self._publish(tell=bool(self._assigned))
 
     def _site(self, name: str) -> Site:
         ways = self._ways.get(name)
@@ -220,8 +230,13 @@ class Mesh:
             name,
             ways.endpoint.uplink or None,
             ways.endpoint.downlink or None,
-            able=reachable and ways.shunned < self._run.round,
+            able=reachable and ways.shunned < self._run.round and not self._remote(ways),
         )
+
+    def _remote(self, ways: Ways) -> bool:
+        """Whether more than half of the other members need the coordinator for calling a node."""
+        names = self._run.registry.names()
+        return 2 * sum(name in ways.detours for name in names) > len(names) - 1
 
     def _way_key(self, name: str) -> tuple[str, ...]:
         ways = self._ways.get(name)
@@ -231,7 +246,7 @@ class Mesh:
 
     # ---------------------------------------------------------------------------------------------- messages
 
-    def _publish(self) -> None:
+    def _publish(self, *, tell: bool = True) -> None:
         run = self._run
         self.number += 1
         tables = [
@@ -250,16 +265,17 @@ class Mesh:
             )
             for digest, assigned in self._assigned.items()
         ]
+        reducers = sorted({one.reducer for assigned in self._assigned.values() for one in assigned})
         present = run.registry.in_session()
+        # A reducer may have left since, and its slices go to another only as a round opens or is in flight.
+        named = dict.fromkeys([*(node.node for node in present), *reducers])
         for node in present:
             message = Topology(
-                number=self.number,
-                nodes=[self._peer(node.node, other.node) for other in present],
-                tables=tables,
+                number=self.number, nodes=[self._peer(node.node, other) for other in named], tables=tables
             )
             run.send(node, CoordinatorMessage(topology=message))
-        reducers = {one.reducer for assigned in self._assigned.values() for one in assigned}
-        run.tell(TopologyMade(self.number, run.round, tuple(sorted(reducers)), self.reason))
+        if tell:
+            run.tell(TopologyMade(self.number, run.round, tuple(reducers), self.reason))
 
     def _peer(self, receiver: str, other: str) -> PeerNode:
         peer = PeerNode(node=other)

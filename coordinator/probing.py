@@ -119,6 +119,7 @@ class Probing:
             self._measuring = False
 
     async def _measure(self, read: Read, write: Write, flow: Flow) -> None:
+        await write(encode_frame(HEADER))
         upload = _Upload(read, flow, self._limits.nbytes, self._pacer.now)
         reading = asyncio.ensure_future(upload.run())
         try:

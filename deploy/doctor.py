@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from coordinator import events as of_coordinator
 from coordinator.rounds import State
 from deploy.event_log import EventsLost
 from deploy.event_words import names, sentence
 from deploy.evidence import Evidence
+from deploy.finding import Finding, Level, worst_first
 from deploy.moments import Moment
 from node import events as of_node
 from protos import refusal
 from protos.units import format_bytes
 
-Level = Literal["ok", "warn", "bad"]
-
 OFTEN: Final = 0.1  # share of rounds without a member's vote that deserves a word
 FLAPPING: Final = 3  # times that a node has come back
 TIGHT: Final = 0.25  # free space, as a share of what the journal takes, that is little
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check has found, and what to do about it; ``ok`` needs no advice."""
-
-    level: Level
-    text: str
-    advice: str = ""
 
 
 Check = Callable[[Evidence], Iterable[Finding]]
@@ -307,7 +296,6 @@ def progress(evidence: Evidence) -> Iterator[Finding]:
             yield Finding("ok", f"the journal holds {last.round + 1} rounds, {done}; the last: {last.reason}")
 
 
-# A check of another kind, of the network for example, is one more function here.
 CHECKS: Final[tuple[Check, ...]] = (
     progress,
     versions,
@@ -323,8 +311,7 @@ CHECKS: Final[tuple[Check, ...]] = (
 
 def examine(evidence: Evidence, checks: Sequence[Check] = CHECKS) -> list[Finding]:
     """What all checks find, the worst first."""
-    found = [finding for check in checks for finding in check(evidence)]
-    return sorted(found, key=lambda finding: ("bad", "warn", "ok").index(finding.level))
+    return worst_first(finding for check in checks for finding in check(evidence))
 
 
 # --------------------------------------------------------------------------------------------------- helpers

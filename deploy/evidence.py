@@ -16,7 +16,7 @@ from coordinator.journal_folder import DATABASE
 from coordinator.journal_tables import FORMAT, Tables
 from deploy.errors import UserError
 from deploy.moments import Moment, read_moments
-from deploy.status import StatusClient
+from deploy.status import TIMEOUT_SECONDS, StatusClient
 from protos import atoll_pb2 as pb
 from protos.invite import SCHEME, Invite
 
@@ -56,8 +56,27 @@ class Evidence:
     journals: Sequence[JournalFacts] = field(default_factory=tuple)
 
 
-def gather(sources: Sequence[str], note: Callable[[str], None]) -> Evidence:
+def invite_of(sources: Sequence[str]) -> tuple[Invite | None, list[str]]:
+    """The invite among ``sources``, and the others.
+
+    Raises:
+        InviteError: it cannot be read.
+        UserError: there are several.
+    """
+    invites = [text for text in sources if text.lower().startswith(f"{SCHEME}://")]
+    if len(invites) > 1:
+        raise UserError("one run at a time: give one invite")
+    invite = Invite.parse(invites[0]) if invites else None
+    return invite, [text for text in sources if text not in invites]
+
+
+def gather(sources: Sequence[str], note: Callable[[str], None], seconds: float = TIMEOUT_SECONDS) -> Evidence:
     """Look at invites (``atoll://…``), folders of journals, and logs of events.
+
+    Args:
+        sources: these.
+        note: is told what is odd about a log.
+        seconds: for the status of a run.
 
     Raises:
         InviteError, StatusError: of an invite.
@@ -65,14 +84,12 @@ def gather(sources: Sequence[str], note: Callable[[str], None]) -> Evidence:
         UserError: a folder is no journal, a file no log, or several runs are asked for.
         OSError: a file cannot be read.
     """
-    invites = [text for text in sources if text.lower().startswith(f"{SCHEME}://")]
-    paths = [Path(text) for text in sources if not text.lower().startswith(f"{SCHEME}://")]
-    if len(invites) > 1:
-        raise UserError("one run at a time: give one invite")
+    invite, others = invite_of(sources)
+    paths = [Path(text) for text in others]
     status = None
-    if invites:
-        with StatusClient(Invite.parse(invites[0])) as client:
-            status = client.fetch()
+    if invite is not None:
+        with StatusClient(invite) as client:
+            status = client.fetch(seconds)
     journals = tuple(journal_facts(path) for path in paths if path.is_dir())
     logs = [path for path in paths if not path.is_dir()]
     return Evidence(status, read_moments(logs, note), journals)

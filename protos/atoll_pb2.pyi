@@ -224,6 +224,7 @@ class NodeMessage(_message.Message):
     SLICE_TROUBLE_FIELD_NUMBER: _builtins.int
     ABSTENTION_FIELD_NUMBER: _builtins.int
     HOLDING_FIELD_NUMBER: _builtins.int
+    DETOUR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
@@ -242,6 +243,8 @@ class NodeMessage(_message.Message):
     def abstention(self) -> Global___Abstention: ...
     @_builtins.property
     def holding(self) -> Global___Holding: ...
+    @_builtins.property
+    def detour(self) -> Global___Detour: ...
     def __init__(
         self,
         *,
@@ -254,12 +257,13 @@ class NodeMessage(_message.Message):
         slice_trouble: Global___SliceTrouble | None = ...,
         abstention: Global___Abstention | None = ...,
         holding: Global___Holding | None = ...,
+        detour: Global___Detour | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "detour", b"detour", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "detour", b"detour", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["heartbeat", "report", "ready", "leave", "endpoint", "slice_news", "slice_trouble", "abstention", "holding"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["heartbeat", "report", "ready", "leave", "endpoint", "slice_news", "slice_trouble", "abstention", "holding", "detour"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -565,6 +569,30 @@ class Holding(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Holding: _TypeAlias = Holding  # noqa: Y015
+
+@_typing.final
+class Detour(_message.Message):
+    """A node can call another one only through the coordinator, though that has announced better ways."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Detour: _TypeAlias = Detour  # noqa: Y015
 
 @_typing.final
 class Abstention(_message.Message):
@@ -1880,9 +1908,9 @@ Global___ProbeReply: _TypeAlias = ProbeReply  # noqa: Y015
 
 @_typing.final
 class MeasureReply(_message.Message):
-    """Bulk.Measure: CHUNK frames go up for a moment, then END; the reply is a HEADER with MeasureReply, once END has come
-    or the moment is over, then CHUNK frames for another moment, and END with a MeasureReply that tells `held` alone:
-    what has arrived is seen at the other end.
+    """Bulk.Measure: an empty HEADER comes when it is the caller's turn; CHUNK frames go up for a moment, then END; once that
+    has come, or the moment is over, a HEADER with MeasureReply comes, CHUNK frames for another moment, and END with a
+    MeasureReply that tells `held` alone: what has arrived is seen at the other end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

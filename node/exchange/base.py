@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from node.exchange.filling import Filling
 
 if TYPE_CHECKING:
+    import torch
+
     from node.exchange.spool import Spool
     from node.exchange.tensor_bytes import Row
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.invite import Invite
+from protos.measuring import MEASURE_SECONDS, chunks
 
-UP_SECONDS: Final = 1.4  # of sending: a little less than the coordinator listens
-UP_BYTES: Final = 8 << 20
-CHUNK: Final = 32 << 10
-MEASURE_SECONDS: Final = 5.0  # after which what has arrived until then has to do
+WHOLE_SECONDS: Final = 5.0  # of a measurement, after which what has arrived until then has to do
+TELLING_BYTES: Final = 64 << 10  # chunks that wait in one buffer look as if they had come at once
+TELLING_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,9 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """Bytes; 0: too few have come to tell."""
-        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+        """Bytes; 0: too few have come, or all at once, to tell."""
+        telling = self.nbytes >= TELLING_BYTES or self.seconds >= TELLING_SECONDS
+        return self.nbytes / self.seconds if telling and self.seconds > 0 else 0.0
 
 
 class Probe(Link):
@@ -67,14 +67,15 @@ class Probe(Link):
         request = pb.ProbeRequest(protocol=wire.PROTOCOL, port=port)
         return await self._unary("Probe", request, pb.ProbeReply)
 
-    async def measure(self, seconds: float = MEASURE_SECONDS) -> tuple[Rate, Rate]:
+    async def measure(self, seconds: float = WHOLE_SECONDS) -> tuple[Rate, Rate]:
         """What the link carries: up, and down. On a link so thin that the measurement does not end within
         ``seconds``, what came until then.
 
         Raises:
             Trouble: unreachable, refused, or nothing came.
         """
-        measurement = _Measurement(self._frames("Measure", "", ("state", "state"), 2 * seconds), self._now)
+        call = self._frames("Measure", "", ("state", "state"), 2 * seconds)
+        measurement = _Measurement(call, self._now)
         try:
             await within(seconds, f"measuring the link to {self.address}", measurement.run())
         except aio.AioRpcError as error:
@@ -82,6 +83,8 @@ class Probe(Link):
         except Trouble:
             if measurement.up is None:
                 raise
+        finally:
+            call.cancel()
         return measurement.up or Rate(), measurement.down
 
 
@@ -95,6 +98,9 @@ class _Measurement:
 
     async def run(self) -> None:
         """Send for a moment, then receive."""
+        # A refusal that comes while this side is sending could get lost.
+        if not isinstance(await self._call.read(), bytes):
+            raise Trouble(Kind.CUT, "the measurement ended before it began")
         uploading = asyncio.ensure_future(self._upload())
         try:
             await self._download()
@@ -102,17 +108,16 @@ class _Measurement:
             await uploading
             await seen_out(self._call)
         finally:
-            self._call.cancel()
             uploading.cancel()
             with contextlib.suppress(asyncio.CancelledError, aio.AioRpcError, asyncio.InvalidStateError):
                 await uploading
 
     async def _upload(self) -> None:
-        body, end = os.urandom(CHUNK), self._now() + UP_SECONDS
-        for offset in range(0, UP_BYTES, CHUNK):
+        end = self._now() + MEASURE_SECONDS
+        for frame in chunks():
             if self._answered or self._now() >= end:
                 break
-            await self._call.write(wire.encode_frame(wire.CHUNK, body, offset=offset))
+            await self._call.write(frame)
         await self._call.write(wire.encode_frame(wire.END))
         await self._call.done_writing()
 

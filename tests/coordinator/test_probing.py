@@ -14,7 +14,7 @@ from coordinator.dialing import reach
 from coordinator.pacing import Pacer
 from coordinator.probing import MAX_DIALS, MeasureLimits, Probing
 from node.exchange.peers.direct import DirectCarrier
-from node.exchange.probing import Probe
+from node.exchange.probing import Probe, Rate
 from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -102,6 +102,19 @@ async def test_the_link_is_measured() -> None:
         assert up.nbytes + down.nbytes < moved < 2 * (8 << 20) * 1.01
 
 
+async def test_a_caller_hears_that_somebody_else_measures() -> None:
+    async with site() as made, probing(made) as probe:
+        made.hub.probing._measuring = True
+        with pytest.raises(Trouble, match="measures the link of another machine") as trouble:
+            await soon(probe.measure(DEADLINE))
+        assert trouble.value.kind is Kind.REFUSED and made.hub.run.counters[OVERLOADED] == 1
+
+
+def test_few_bytes_tell_nothing() -> None:
+    assert Rate(4096, 0.0001).per_second == 0 and Rate().per_second == 0
+    assert Rate(4096, 1.0).per_second == 4096 and Rate(1 << 20, 0.125).per_second == 8 << 20
+
+
 async def test_a_wrong_token_tells_nothing() -> None:
     async with site() as made, probing(made, "another") as probe:
         for call in (probe.ask(), probe.measure(DEADLINE)):
@@ -151,7 +164,9 @@ async def measured(
 
     run: Any = None  # only a probe asks for it
     await soon(Probing(run, quiet(clock), limits).measure(read, write))
-    return [wire.decode_frame(message) for message in sent]
+    go_ahead, *frames = [wire.decode_frame(message) for message in sent]
+    assert go_ahead.kind == wire.HEADER and not go_ahead.body
+    return frames
 
 
 async def test_what_is_told_of_an_upload() -> None:
@@ -192,7 +207,7 @@ async def test_an_upload_that_does_not_end_is_answered_all_the_same() -> None:
 
     sent: list[bytes] = []
     await measure_with(read, sent, limits=MeasureLimits(seconds=0.01))
-    assert pb.MeasureReply.FromString(bytes(wire.decode_frame(sent[0]).body)).nbytes == 0
+    assert pb.MeasureReply.FromString(bytes(wire.decode_frame(sent[1]).body)).nbytes == 0
 
 
 async def measure_with(
@@ -224,7 +239,8 @@ async def test_one_at_a_time_and_nobody_for_ever() -> None:
         return None
 
     async def write(message: bytes) -> None:
-        await never.wait()
+        if wire.decode_frame(message).body:  # all but the go-ahead
+            await never.wait()
 
     first = asyncio.ensure_future(answers.measure(read, write))
     await soon(reading.wait())
@@ -253,7 +269,7 @@ async def test_rounds_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = MeasureLimits(seconds=5000.0, nbytes=8000)
     await measure_with(read, sent, limits=limits, busy=True, clock=clock)
     frames = [wire.decode_frame(message) for message in sent]
-    assert pb.MeasureReply.FromString(bytes(frames[0].body)).held
+    assert pb.MeasureReply.FromString(bytes(frames[1].body)).held
     assert pb.MeasureReply.FromString(bytes(frames[-1].body)).held
     assert clock.time > 2 * 3600, "a message of each direction every `patience`"
 

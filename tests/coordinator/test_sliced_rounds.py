@@ -265,8 +265,10 @@ async def test_the_slices_of_a_reducer_that_leaves_go_to_others_within_the_round
 async def test_news_of_a_slice_that_was_taken_away_are_void() -> None:
     reef = Reef()
     await reef.begin()
-    reef.nodes[2].say(slice_trouble=pb.SliceTrouble(round=0, slice=1, topology=1, reason="all dials failed"))
-    stale = pb.SliceNews(round=0, topology=1, slice=1, arrived=["node-0"], attempt=99, digest=b"x" * 16)
+    before = reef.run.mesh.number
+    trouble = pb.SliceTrouble(round=0, slice=1, topology=before, reason="all dials failed")
+    reef.nodes[2].say(slice_trouble=trouble)
+    stale = pb.SliceNews(round=0, topology=before, slice=1, arrived=["node-0"], attempt=99, digest=b"x" * 16)
     active = reef.run.active
     assert isinstance(active, SlicedRound)
     assert not active.news("node-1", stale)
@@ -274,7 +276,7 @@ async def test_news_of_a_slice_that_was_taken_away_are_void() -> None:
         node.drain()
     taker = reef.nodes[0].slices()[1].reducer
     assert taker != "node-1" and not active.news(taker, stale)
-    assert "node-2 cannot reach node-1: all dials failed" in reef.told(TopologyMade)[-1].reason or taker
+    assert "instead of node-1" in reef.told(TopologyMade)[-1].reason
     reef.reduce()
     reef.nodes[1].holds(0, 3)
     assert len(reef.told(RoundCommitted)) == 1
@@ -459,3 +461,18 @@ async def test_links_that_differ_make_slices_that_differ() -> None:
         await node.opened(0)
     sizes = {part.reducer: part.end - part.start for part in nodes[0].slices()}
     assert sizes.get("node-2", 0) < sizes["node-0"] / 2
+
+
+async def test_who_is_called_through_the_coordinator_by_most_reduces_no_more() -> None:
+    reef = Reef(rounds=5)
+    await reef.begin()
+    reef.nodes[0].say(detour=pb.Detour(node="node-2", reason="connecting timed out"))
+    reef.nodes[0].say(detour=pb.Detour(node="node-0"))
+    await reef.finish(0)
+    await reef.begin(1)
+    assert {part.reducer for part in reef.nodes[0].slices()} == set(NAMES)
+    reef.nodes[1].say(detour=pb.Detour(node="node-2", reason="connecting timed out"))
+    await reef.finish(1)
+    await reef.begin(2)
+    assert {part.reducer for part in reef.nodes[0].slices()} == {"node-0", "node-1"}
+    await reef.finish(2)

@@ -47,12 +47,15 @@ class Deliveries:
         self._told = (0, b"")  # plan and digest of the whole result that the coordinator knows to be here
 
     def follow(self, plan: Plan) -> None:
-        """Go by this plan: what it has in common with the one before goes on, the rest is begun anew.
+        """Go by this plan: what it has in common with the one before goes on, the rest is begun anew. One
+        that has no slices of the table is of later rounds, and changes nothing.
 
         Raises:
             Trouble: it does not fit the table.
         """
-        shares, self._number = plan.shares(self._table), plan.number
+        if not (shares := plan.shares(self._table)):
+            return
+        self._number = plan.number
         going_on = {delivery.share: delivery for delivery in self._deliveries}
         for share in going_on.keys() - set(shares):
             going_on[share].stop()

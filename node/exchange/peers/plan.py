@@ -56,12 +56,14 @@ class Plan:
         return cls(message.number, me, peers, tables)
 
     def shares(self, table: BucketTable) -> tuple[Share, ...]:
-        """The slices of a round with ``table``.
+        """The slices of a round with ``table``; none if such rounds go by the coordinator now.
 
         Raises:
             Trouble: kind PROTOCOL: they do not cover its contribution and its result.
         """
-        shares = self.tables.get(table.digest, ())
+        shares = self.tables.get(table.digest)
+        if shares is None:
+            return ()
         end = out_end = 0
         for share in shares:
             part = share.slice

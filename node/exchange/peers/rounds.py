@@ -80,7 +80,17 @@ class PeerRounds:
         self._rates, self._on_round = rates or Rates(timing.now), on_round
         self._desk, self._carriers, self._session = desk, carriers, session
         self._tables, self._limits = tables, limits
-        ways = Ways(carriers, desk.serve, meter=meter, now=timing.now, say=say, run_digest=run_digest)
+        ways = Ways(
+            carriers,
+            desk.serve,
+            meter=meter,
+            now=timing.now,
+            say=say,
+            run_digest=run_digest,
+            detour=lambda node, reason: session.send(
+                pb.NodeMessage(detour=pb.Detour(node=node, reason=reason[:256]))
+            ),
+        )
         self._ways, self._fetching = ways, Fetching(ways, limits.stall)
         self._means = Means(ways, session.send, say, timing, limits.stall, lambda: self._rates.moving("up"))
         self._plan: Plan | None = None

@@ -38,6 +38,8 @@ class Ways:
         say: receives a sentence when the way to a node is not the best one there is, or is another than
             before.
         run_digest: of the run, for the first message of a stream.
+        detour: is told the name of a node that can be reached through the coordinator only, though it has
+            better ways, and why.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Ways:
         now: Callable[[], float],
         say: Say,
         run_digest: str,
+        detour: Callable[[str, str], None] = lambda node, reason: None,
     ) -> None:
         self._run_digest = run_digest
+        self._detour = detour
         self._carriers = sorted(carriers, key=lambda carrier: _ORDER.index(carrier.name))
         self._serve, self._meter, self._now, self._say = serve, meter, now, say
         self._shunned: dict[tuple[str, ...], float] = {}  # until when
@@ -123,6 +127,8 @@ class Ways:
         if self._told.get(peer.node, best) != way:
             because = f" ({'; '.join(reasons)})" if reasons else ""
             self._say(f"{peer.node} is reached {_WORDS[way]} now{because}")
+            if way == "tunnel":
+                self._detour(peer.node, "; ".join(reasons))
         self._told[peer.node] = way
 
 

@@ -120,7 +120,13 @@ class SwarmCarrier:
                 if address.peer == peer:
                     dial.append(address)
         await self._daemon.connect(peer, dial)
-        reader, writer = await self._raw(peer)
+        info, reader, writer = await self._raw(peer)
+        if purpose == _MESSAGES and "p2p-circuit" in str(info.addr) and not self._daemon.setting.relayed:
+            writer.transport.abort()
+            raise Trouble(
+                Kind.UNREACHABLE,
+                f"there is no direct way to the peer {peer}, and its relay carries no more than 128 KiB",
+            )
         try:
             writer.write(_MAGIC + purpose + self._secret.proof(self._daemon.peer, peer, purpose))
             await writer.drain()
@@ -144,7 +150,7 @@ class SwarmCarrier:
         self._daemon.seen_from(words)
         return reader, writer
 
-    async def _raw(self, peer: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _raw(self, peer: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
         call = asyncio.ensure_future(
             self._daemon.p2p.call_binary_stream_handler(hivemind().PeerID(peer_bytes(peer)), self._protocol)
         )
@@ -155,13 +161,13 @@ class SwarmCarrier:
             if not call.done():
                 call.add_done_callback(_abort)
         try:
-            _, reader, writer = call.result()
+            info, reader, writer = call.result()
         except Exception as error:  # hivemind's, or of the socket to the daemon
             raise Trouble(
                 Kind.UNREACHABLE,
                 f"the peer {peer} takes no stream: {dial_words(error)}; it may be in another run, or leaving",
             ) from error
-        return reader, writer
+        return info, reader, writer
 
     async def _called(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A peer has opened a stream."""

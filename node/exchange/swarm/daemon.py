@@ -210,7 +210,10 @@ class Daemon:
         self._process = await process.start(
             self._setting, relays, self._identity, self._port, self._folder.path, self._relays_changed.set
         )
-        await persist(self._bootstrap, self._patience(bootstrap_seconds))
+        try:
+            await persist(self._bootstrap, self._patience(bootstrap_seconds))
+        except Trouble as gave_up:
+            raise gave_up.__cause__ or gave_up from None  # which names the phase
 
     async def _bring_down(self) -> None:
         running, self._process = self._process, None
@@ -260,8 +263,8 @@ class Daemon:
         except Trouble as error:
             raise SwarmTrouble(
                 "relay",
-                f"{relay} did not take this node on within {self._setting.relay_seconds:g} s: a relay must be "
-                "reachable from here, and run with reachability public",
+                f"{relay} did not take this node on within {self._setting.relay_seconds:g} s: a relay must "
+                "be reachable from here, and run with reachability public",
                 Kind.SILENT,
             ) from error
 
@@ -269,8 +272,8 @@ class Daemon:
         failures = 0
         while True:
             if self._process is not None:
-                code = await self._process.wait()
-                self._say(f"libp2p's process p2pd has ended (exit code {code}); starting it again")
+                end = await self._process.wait()
+                self._say(f"libp2p's process p2pd {end}; starting it again")
             await self._bring_down()
             try:
                 await self._bring_up(_DIAL_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -17,8 +18,6 @@ from node.exchange.swarm.setting import SwarmSetting
 from node.exchange.trouble import Kind, Trouble
 
 _END_SECONDS: Final = 5.0
-_RELAY_BYTES: Final = 1 << 46  # of one circuit; libp2p's 4 GiB are not even an hour's
-_RELAY_TIME: Final = "720h"
 
 
 class Process:
@@ -37,9 +36,19 @@ class Process:
         """Of the process."""
         return int(self.p2p._child.pid)
 
-    async def wait(self) -> int:
-        """Until it has ended; the exit code."""
-        return int(await self.p2p._child.wait())
+    async def wait(self) -> str:
+        """Until it has ended, or hears nothing more: hivemind stops reading what it says for good when an
+        answer comes to a call that was just cancelled. In words, which of the two."""
+        ended = asyncio.ensure_future(self.p2p._child.wait())
+        reading = self.p2p._client.control._read_task
+        try:
+            await asyncio.wait({ended, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and not reading.cancelled():
+                reading.exception()  # seen
+                await asyncio.wait({ended}, timeout=_END_SECONDS)  # the one often follows from the other
+            return f"has ended (exit code {ended.result()})" if ended.done() else "is not heard any more"
+        finally:
+            ended.cancel()
 
     async def end(self) -> None:
         """End it, by force if it does not hear."""
@@ -80,7 +89,7 @@ async def start(
             (held.add if taken else held.discard)(peer)
             changed()
 
-    options: dict[str, Any] = {"relayTimeLimit": _RELAY_TIME}
+    options: dict[str, Any] = {}
     if relays:
         options["relayDiscovery"] = (
             False  # the search for others delays the first reservation by three minutes

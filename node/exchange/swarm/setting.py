@@ -22,6 +22,9 @@ class SwarmSetting:
         relays: likewise, of peers through which others reach this node.
         reachability: ``public``: others reach it, and it serves as their relay; ``private``: they do not;
             ``auto``: libp2p finds out, which takes minutes.
+        relayed: whether streams may go through relays too. hivemind 1.1.12's daemon cuts a connection that
+            goes through one after 128 KiB in each direction, whatever its options say: enough to agree on a
+            direct one, and for the table of who is there.
         map_port: ask the router to forward the port (UPnP).
         identity: key file; ``None``: a new identity that ends with the process.
         daemon_seconds: that libp2p's process may take to start.
@@ -39,6 +42,7 @@ class SwarmSetting:
     bootstrap: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
     reachability: Literal["auto", "public", "private"] = "auto"
+    relayed: bool = False
     map_port: bool = False
     identity: Path | None = None
     daemon_seconds: float = 60.0

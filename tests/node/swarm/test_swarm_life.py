@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -24,34 +25,20 @@ from tests.node.swarm.swarm_rig import SECONDS, Site, children_named
 
 ENDINGS = ("leave", "return", "SIGINT", "SIGTERM", "SIGKILL")
 
-# A process for each ending, in which a node runs in the network thread; forked, to import but once.
-NODES = """
-import json, os, signal, sys
+NODE = """
+import json, sys
 from node.exchange.network import process_network
-from node.exchange.swarm.library import hivemind
 from node.exchange.swarm.setting import SwarmSetting
 from node.exchange.swarm.swarm import Swarm
 from tests.node.swarm.swarm_rig import echo
 
-def run(ending):
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    network = process_network().open()
-    swarm = Swarm(SwarmSetting(listen=("127.0.0.1",)), "token", "node", echo, say=print)
-    network.call(swarm.start(), 120, "the start")
-    print(json.dumps([ending, os.getpid(), swarm.daemon.pid, swarm.peer]), flush=True)
-    signal.sigwait({signal.SIGUSR1})
-    if ending == "leave":
-        network.call(swarm.close(), 60, "the end")
-    network.close()
-
-hivemind()
-for ending in sys.argv[1:]:
-    if not os.fork():
-        run(ending)
-        sys.exit()
-for _ in sys.argv[1:]:
-    pid, status = os.wait()
-    print(json.dumps([pid, os.waitstatus_to_exitcode(status)]), flush=True)
+network = process_network().open()
+swarm = Swarm(SwarmSetting(listen=("127.0.0.1",)), "token", "node", echo, say=print)
+network.call(swarm.start(), 120, "the start")
+print(json.dumps([swarm.daemon.pid, swarm.peer]), flush=True)
+if sys.stdin.readline() == "leave\\n":
+    network.call(swarm.close(), 60, "the end")
+network.close()
 """
 
 
@@ -136,26 +123,38 @@ async def test_failing_phases_leave_nothing_behind(sockets: Path) -> None:
         assert not children_named("p2pd")
 
 
+@pytest.mark.slow
 def test_the_daemon_ends_with_its_process_however_that_ends(sockets: Path) -> None:
+    """In the network thread of processes of their own, on the loop that nodes use."""
     environment = {**os.environ, "TMPDIR": str(sockets), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", NODES, *ENDINGS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
-        try:
-            assert process.stdout is not None
-            nodes = [json.loads(process.stdout.readline()) for _ in ENDINGS]
-            daemons = [psutil.Process(daemon) for _, _, daemon, _ in nodes]
-            assert {daemon.name() for daemon in daemons} == {"p2pd"}
-            assert len({peer for *_, peer in nodes}) == len(ENDINGS)
-            for ending, pid, _, _ in nodes:
-                os.kill(pid, signal.Signals[ending] if ending.startswith("SIG") else signal.SIGUSR1)
-            codes = dict(json.loads(process.stdout.readline()) for _ in ENDINGS)
-            _, alive = psutil.wait_procs(daemons, SECONDS)
-            assert not alive
-        finally:
-            process.kill()
-    ended = {ending: codes[pid] for ending, pid, _, _ in nodes}
-    assert ended["leave"] == ended["return"] == 0
-    assert (ended["SIGTERM"], ended["SIGKILL"]) == (-signal.SIGTERM, -signal.SIGKILL)
+    with ExitStack() as stack:
+        nodes = {}
+        for ending in ENDINGS:
+            nodes[ending] = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", NODE],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=environment,
+                    text=True,
+                )
+            )
+            stack.callback(nodes[ending].kill)
+        told = [json.loads(node.stdout.readline()) for node in nodes.values() if node.stdout]
+        daemons = [psutil.Process(pid) for pid, _ in told]
+        assert {daemon.name() for daemon in daemons} == {"p2pd"}
+        assert len({peer for _, peer in told}) == len(ENDINGS)
+        for ending, node in nodes.items():
+            if ending.startswith("SIG"):
+                node.send_signal(signal.Signals[ending])
+            elif node.stdin is not None:
+                node.stdin.write(f"{ending}\n")
+                node.stdin.flush()
+        codes = {ending: node.wait(SECONDS) for ending, node in nodes.items()}
+        _, alive = psutil.wait_procs(daemons, SECONDS)
+        assert not alive
+    assert codes["leave"] == codes["return"] == 0
+    assert (codes["SIGTERM"], codes["SIGKILL"]) == (-signal.SIGTERM, -signal.SIGKILL)
     # Where nothing of the process runs any more, the next one sweeps up.
     left = list(sockets.iterdir())
     assert len(left) == 2

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from node.exchange.retry import within
+from node.exchange.trouble import Trouble
 from tests.node.swarm.swarm_rig import SECONDS, Site
 
 
 async def _hello(caller: Site, called: Site) -> None:
     stream = await caller.swarm.carrier.open(await called.peer())
-    data = os.urandom(1 << 20)
+    data = os.urandom(50_000)
     await stream.write(data)
     assert await within(SECONDS, "an echo", stream.read()) == data
     await stream.end()
@@ -31,17 +32,20 @@ async def test_who_does_not_listen_is_reached_through_a_relay(sockets: Path) -> 
     relay = Site("relay", reachability="public")
     await relay.swarm.start()
     through = await relay.swarm.addresses()
-    hidden = [Site(name, listen=(), relays=through, reachability="private") for name in ("one", "two")]
+    setting = {"listen": (), "relays": through, "reachability": "private"}
+    hidden = [Site(name, relayed=True, **setting) for name in ("one", "two")] + [Site("strict", **setting)]
     try:
         for site in hidden:
             site.begin_with(through)
         await asyncio.gather(*(site.swarm.start() for site in hidden))
-        one, two = hidden
+        one, two, strict = hidden
         for site in hidden:
             addresses = await site.swarm.addresses()
             assert addresses and all("/p2p-circuit/p2p/" in address for address in addresses)
         await _hello(one, two)
         await _hello(two, one)
+        with pytest.raises(Trouble, match="no direct way"):
+            await strict.swarm.carrier.open(await one.peer())
     finally:
         await asyncio.gather(*(site.swarm.close() for site in (relay, *hidden)))
 
@@ -64,7 +68,7 @@ async def main():
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         peer, addresses = json.loads(line)
         stream = await swarm.carrier.open(Peer("other", swarm=peer, swarm_addresses=tuple(addresses)))
-        await stream.write(bytes(1 << 20))
+        await stream.write(bytes(50_000))
         print(json.dumps(len(await stream.read())), flush=True)
         await stream.end()
     await swarm.close()
@@ -147,7 +151,7 @@ def test_networks_without_a_way_between_them_are_joined_by_a_relay(sockets: Path
         nodes = []
         for name in ("atsw-a", "atsw-b"):
             near = [text for text in through if f"/10.91.{len(nodes) + 1}." in text]
-            setting = {"bootstrap": near, "relays": near, "reachability": "private", "listen": ["0.0.0.0"]}
+            setting = {"bootstrap": near, "relays": near, "reachability": "private", "relayed": True}
             nodes.append(Node(name, sockets, **setting))
             stack.callback(nodes[-1].close)
         (one, _), (two, addresses) = (node.line() for node in nodes)
@@ -155,5 +159,5 @@ def test_networks_without_a_way_between_them_are_joined_by_a_relay(sockets: Path
         # The relay is known to each network by another address.
         here = [text.replace("/10.91.2.", "/10.91.1.") for text in addresses if "p2p-circuit" in text]
         nodes[0].send([two, here])
-        assert nodes[0].line() == 1 << 20
+        assert nodes[0].line() == 50_000
     (sockets / "node.py").unlink()

@@ -1,0 +1,199 @@
+"""What the processes of ``python -m bench exchange`` do: coordinators, and ranks that take part in exchanges.
+
+A rank is a node of several runs at once, one for each way that a vote can go, and a rank of gloo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+
+from bench.island_ranks import Member
+from bench.island_work import bytes_sent
+from bench.namespaces import enter
+from protos.buckets import Bucket, BucketTable, TableSchedule
+
+if TYPE_CHECKING:
+    from node.exchange.hub import HubExchange
+
+Carried = Literal["hub", "direct", "swarm"]
+TOKEN: Final = "bench"
+WAIT: Final = 120.0
+
+Channel = Any  # multiprocessing.Queue, which is not generic at run time
+
+
+@dataclass(frozen=True)
+class Call:
+    """One exchange, as one rank sees it.
+
+    Attributes:
+        start: when the payload was ready, on the machine's monotonic clock.
+        end: when the result was in this process's memory.
+        sent: bytes that left by the rank's interface; on loopback those of all ranks.
+        up: bytes of the vote and its results, counted at the transport.
+        down: likewise, received.
+        control: bytes of everything else, both ways.
+    """
+
+    start: float
+    end: float
+    sent: int
+    up: int = 0
+    down: int = 0
+    control: int = 0
+
+
+def tables(elements: int) -> TableSchedule:
+    """One matrix whose signs are voted on."""
+    return TableSchedule((BucketTable((Bucket.of("matrices", "majority", [("w", (elements,))]),)),))
+
+
+def coordinate(
+    transport: Carried, nodes: int, elements: int, host: str, namespace: str, ready: Channel
+) -> None:
+    """A coordinator of a run without end; puts its invite into ``ready``."""
+    if namespace:
+        enter(namespace)
+    from coordinator.service import run_coordinator
+    from protos.address import Address
+    from protos.invite import Invite
+    from protos.runfile import RunFile
+
+    run_file = f"""
+[run]
+name = "bench-exchange"
+nodes = {nodes}
+rounds = 1000000
+evaluate_every = 0
+[round]
+deadline = 600.0
+start_timeout = 900.0
+adaptive = false
+[exchange]
+transport = "{transport}"
+"""
+    run_coordinator(
+        RunFile.parse(run_file),
+        tables(elements),
+        TOKEN,
+        listen=Address(host, 0),
+        on_started=lambda at: ready.put(str(Invite(TOKEN, at.address.host, at.address.port))),
+    )
+
+
+class _Standing:
+    """What a rank holds between calls."""
+
+    def __init__(self) -> None:
+        self.exchanges: dict[str, HubExchange] = {}
+        self.payload = torch.empty(0)
+        self.dense = torch.empty(0)
+
+
+_standing: Final = _Standing()
+
+
+def join(
+    member: Member,
+    name: str,
+    carried: Carried,
+    invite: str,
+    elements: int,
+    hosts: Sequence[str],
+    folder: str,
+) -> None:
+    """Become a node of the run of ``invite``; :func:`vote` takes part in its rounds under ``name``.
+
+    Args:
+        member: this rank, which listens at its one of ``hosts``.
+        name: of the contender.
+        carried: the transport.
+        invite: of the run's coordinator.
+        elements: that are voted on.
+        hosts: of all ranks.
+        folder: for what the exchange says.
+    """
+    from node.exchange.hub import HubExchange
+    from node.exchange.peers.setting import PeerSetting
+    from node.exchange.session import Claim
+    from node.exchange.swarm.setting import SwarmSetting
+    from protos.address import Address
+    from protos.invite import Invite
+
+    host = hosts[member.rank]
+    if not len(_standing.payload):
+        generator = torch.Generator().manual_seed(member.rank)
+        nbytes = tables(elements).of(0).nbytes
+        _standing.payload = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    peers = None
+    if carried != "hub":
+        swarm = SwarmSetting(listen=(host,), quic=False, reachability="public")
+        peers = PeerSetting(carried, Address(host, 0), swarm=swarm if carried == "swarm" else None)
+    log = Path(folder) / f"{name}-{member.rank}.log"
+
+    def say(text: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{time.monotonic():.3f} {text}\n")
+
+    exchange = HubExchange(Invite.parse(invite), say=say)
+    _standing.exchanges[name] = exchange
+    told = exchange.describe()
+    claim = Claim(
+        f"node {member.rank}",
+        told.run_digest,
+        told.table_digest,
+        "0" * 64,
+        "float32",
+        "0" * 32,
+        0,
+        1,
+        state_bytes=1 << 40,  # so large that the coordinator never wants a snapshot of it
+    )
+    exchange.join(claim, tables(elements), peers=peers)
+
+
+def vote(member: Member, name: str) -> Call:
+    """One round of a run that this rank has joined: contribution in memory to result in memory."""
+    from node.exchange.base import RoundOrder, WorkReport
+
+    exchange = _standing.exchanges[name]
+    order = exchange.next_order()
+    assert isinstance(order, RoundOrder), order
+    member.barrier()
+    counts, sent = exchange.meter.counts(), bytes_sent(member.interface)
+    start = time.monotonic()
+    result = exchange.reduce(order, _standing.payload)
+    end = time.monotonic()
+    assert result.payload is not None and len(result.voters) == member.ranks, result.reason
+    exchange.report(WorkReport(order.round, "0" * 32, 1.0, 1024, 0.1, 0.1))
+    member.barrier()  # its report is on the way, and the last frames of other ranks have left
+    counted = {key: after - counts[key] for key, after in exchange.meter.counts().items()}
+    data = {way: sum(counted[way, kind] for kind in ("contribution", "result")) for way in ("up", "down")}  # type: ignore[index]
+    control = sum(counted.values()) - sum(data.values())
+    return Call(start, end, bytes_sent(member.interface) - sent, data["up"], data["down"], control)
+
+
+def all_reduce(member: Member, elements: int) -> Call:
+    """gloo's sum of as many fp32 values."""
+    if len(_standing.dense) != elements:
+        _standing.dense = torch.full((elements,), 1e-9)
+    member.barrier()
+    sent, start = bytes_sent(member.interface), time.monotonic()
+    dist.all_reduce(_standing.dense, group=member.group)
+    end = time.monotonic()
+    member.barrier()
+    return Call(start, end, bytes_sent(member.interface) - sent)
+
+
+def leave(member: Member) -> None:
+    """End every exchange of this rank."""
+    for exchange in _standing.exchanges.values():
+        exchange.close("measured")
+    _standing.exchanges.clear()

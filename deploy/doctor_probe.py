@@ -1,0 +1,203 @@
+"""Finding out what :mod:`deploy.doctor_network` judges: every step has a deadline, and failing is a fact."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from coordinator.dialing import reach
+from deploy.doctor_network import Answer, Connect, Family, Lookup, NetworkFacts, Trial
+from node.exchange.peers.base import PeerStream
+from node.exchange.peers.direct import DirectCarrier
+from node.exchange.peers.setting import ANYWHERE
+from node.exchange.probing import WHOLE_SECONDS, Probe
+from node.exchange.retry import within
+from node.exchange.trouble import Trouble
+from protos import atoll_pb2 as pb
+from protos.address import Address
+from protos.invite import Invite
+from protos.listening import ListenError
+
+BUDGET: Final = 12.0  # seconds for everything here
+LOOKUP_SECONDS: Final = 3.0
+CONNECT_SECONDS: Final = 2.0
+CALL_SECONDS: Final = 4.0
+TRIAL_SECONDS: Final = 6.0  # the coordinator itself tries for 5
+PEER_SECONDS: Final = 3.0
+CALLS: Final = 3  # of which the fastest counts
+PEERS: Final = 16  # that are tried
+ADDRESSES: Final = 2  # of each family that are tried
+FAMILIES: Final[tuple[tuple[socket.AddressFamily, Family], ...]] = (
+    (socket.AF_INET, "IPv4"),
+    (socket.AF_INET6, "IPv6"),
+)
+_PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")  # in gRPC's order
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+class Steps:
+    """The deadlines of steps that share a budget; ``say`` is told what begins."""
+
+    def __init__(self, budget: float, say: Say, now: Callable[[], float] = time.monotonic) -> None:
+        self.say = say
+        self._now = now
+        self._end = now() + budget
+
+    def left(self, most: float) -> float:
+        """Seconds for a step that may take ``most``; a moment at least, for its own words."""
+        return max(0.1, min(most, self._end - self._now()))
+
+    async def do(self, most: float, what: str, work: Awaitable[T]) -> T:
+        """Do it, or raise Trouble that it took too long."""
+        self.say(what)
+        return await within(self.left(most), what, work)
+
+
+async def look(
+    invite: Invite, say: Say, *, listen: Address = ANYWHERE, budget: float = BUDGET
+) -> NetworkFacts:
+    """Find out about the way to a coordinator. Never raises for what it finds.
+
+    Args:
+        invite: of the run.
+        say: is told what is being tried.
+        listen: where this machine listens while the coordinator tries to connect to it.
+        budget: seconds for all of it.
+    """
+    steps = Steps(budget, say)
+    facts = NetworkFacts(invite.address, proxy=_proxy())
+    lookups = await steps.do(LOOKUP_SECONDS + 1, f"resolving {invite.host}", _lookups(invite.host, steps))
+    facts = replace(facts, lookups=lookups)
+    found = [address for one in lookups for address in one.addresses[:ADDRESSES]]
+    if not found:
+        return facts
+    connecting = asyncio.gather(*(_connect(address, invite.port, steps) for address in found))
+    connects = await steps.do(CONNECT_SECONDS + 1, f"connecting to {invite.address}", connecting)
+    facts = replace(facts, connects=tuple(connects))
+    probe = Probe(invite, steps.left(CALL_SECONDS))
+    probe.open()
+    try:
+        say(f"asking the coordinator at {invite.address}")
+        try:
+            answer, reply = await _ask(probe)
+        except Trouble as trouble:
+            return replace(facts, trouble=(trouble.kind, str(trouble)))
+        facts = replace(facts, answer=answer)
+        say("measuring the link")
+        facts = await _measured(facts, probe, steps)
+        say("trying whether this machine and the others can be connected to")
+        tried = reply.peers[:PEERS]
+        listening, *peers = await asyncio.gather(
+            _listening(invite, listen, reply, steps),
+            *(_peer(address, reply.run_digest, steps) for address in tried),
+        )
+        return replace(
+            facts, listening=listening, peers=tuple(peers), more_peers=len(reply.peers) - len(tried)
+        )
+    finally:
+        await probe.close()
+
+
+async def _lookups(host: str, steps: Steps) -> tuple[Lookup, ...]:
+    asked = await asyncio.gather(*(_lookup(host, family, name, steps) for family, name in FAMILIES))
+    return tuple(asked)
+
+
+async def _lookup(host: str, family: socket.AddressFamily, name: Family, steps: Steps) -> Lookup:
+    began = time.monotonic()
+    loop = asyncio.get_running_loop()
+    try:
+        found = await within(
+            steps.left(LOOKUP_SECONDS),
+            f"resolving {host}",
+            loop.getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM),
+        )
+    except OSError as error:
+        return Lookup(name, problem=error.strerror or str(error))
+    except Trouble as trouble:
+        return Lookup(name, problem=str(trouble))
+    addresses = tuple(dict.fromkeys(str(one[4][0]) for one in found))
+    return Lookup(name, addresses, time.monotonic() - began)
+
+
+async def _connect(host: str, port: int, steps: Steps) -> Connect:
+    where, began = str(Address(host, port)), time.monotonic()
+    try:
+        _, writer = await within(
+            steps.left(CONNECT_SECONDS), f"connecting to {where}", asyncio.open_connection(host, port)
+        )
+    except OSError as error:
+        return Connect(where, problem=os.strerror(error.errno) if error.errno else str(error))
+    except Trouble:
+        return Connect(where, problem=f"no answer within {CONNECT_SECONDS:g} s")
+    seconds = time.monotonic() - began
+    local = str(writer.get_extra_info("sockname")[0])
+    writer.transport.abort()
+    return Connect(where, seconds, local)
+
+
+async def _ask(probe: Probe) -> tuple[Answer, pb.ProbeReply]:
+    """The fastest of a few answers: the first call makes the connection, and any may meet a pause."""
+    best: tuple[Answer, pb.ProbeReply] | None = None
+    for _ in range(CALLS):
+        sent, began = time.time(), time.monotonic()
+        try:
+            reply = await probe.ask()
+        except Trouble:
+            if best is not None:
+                break
+            raise
+        took = time.monotonic() - began
+        if best is None or took < best[0].round_trip:
+            skew = sent + took / 2 - reply.time
+            said = Answer(reply.version, reply.protocol, reply.transport, reply.host, took, skew)
+            best = said, reply
+    assert best is not None
+    return best
+
+
+async def _measured(facts: NetworkFacts, probe: Probe, steps: Steps) -> NetworkFacts:
+    try:
+        up, down = await probe.measure(steps.left(WHOLE_SECONDS))
+    except Trouble as trouble:
+        return replace(facts, unmeasured=str(trouble))
+    return replace(facts, up=up, down=down)
+
+
+async def _listening(invite: Invite, listen: Address, reply: pb.ProbeReply, steps: Steps) -> Trial:
+    """Listen as a node does, for as long as the coordinator tries to connect."""
+    carrier = DirectCarrier(_nobody, reply.run_digest)
+    probe = Probe(invite, steps.left(TRIAL_SECONDS))
+    probe.open()
+    try:
+        real = await carrier.listen(listen, "--peer-listen")
+        address = str(Address(reply.host, real.port)) if reply.host else str(real)
+        return Trial(address, (await probe.ask(real.port)).why_not)
+    except (ListenError, Trouble) as error:
+        return Trial(str(listen), str(error))
+    finally:
+        await probe.close()
+        await carrier.close()
+
+
+async def _peer(address: str, run_digest: str, steps: Steps) -> Trial:
+    return Trial(address, await reach(address, run_digest, steps.left(PEER_SECONDS)))
+
+
+async def _nobody(stream: PeerStream) -> None:
+    """This machine takes part in no run."""
+
+
+def _proxy() -> str:
+    """The setting by which gRPC calls a proxy, if there is one."""
+    for name in _PROXIES:
+        if os.environ.get(name):
+            return f"the proxy of the environment variable {name}"
+    return ""
