@@ -31,6 +31,7 @@ from node.ranks import Alone, Ranks
 from node.setting import LaunchError, Options, Setting, build, choose_device
 from node.torchrun import leads, ranks_here
 from node.worker import INTERRUPTED, Worker
+from optim.bits import backend
 from protos.invite import Invite
 from protos.runfile import RunFile
 from protos.waits import longest_round
@@ -97,6 +98,7 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
             farewell.first(own.close)
             return _work(setting, None, own, ranks, options, emit, farewell)
         peers = None if island else _peers(runfile, options)
+        backend()  # a second or two to load kernels, for which no round has to wait
         admission = exchange.join(claim, tables, lane if island else None, peers)
         emit(Joined(admission.node, exchange.address, admission.needs_state))
         return _work(setting, exchange, exchange, ranks, options, emit, farewell)
