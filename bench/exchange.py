@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.exchange_hivemind import Averagers, Seat, averagers
+from bench.exchange_hivemind import AveragerFailed, Averagers, Seat, averagers
 from bench.exchange_work import Call, Carried, all_reduce, coordinate, join, leave, vote
-from bench.island_ranks import LOOPBACK, world
+from bench.island_ranks import LOOPBACK, Ranks, world
 from bench.namespaces import INTERFACE, NamespacesUnavailable, address, linked
 from bench.processes import started
 from bench.report import Report, median
@@ -60,8 +60,8 @@ class Place:
 
 
 PLACES: Final = (
-    Place("loopback", "_loopback", None, 5, 4),
-    Place("1 Gbit/s", "_1g", 1_000_000_000, 5, 4),
+    Place("loopback", "_loopback", None, 3, 5),
+    Place("1 Gbit/s", "_1g", 1_000_000_000, 3, 5),
     Place("100 Mbit/s", "_100m", 100_000_000, 3, 3),
 )
 QUICK: Final = Place("loopback", "_loopback", None, 2, 3)
@@ -76,11 +76,13 @@ class Outcome:
         place: where.
         parameters: that were voted on.
         calls: of each contender, by round and by node.
+        problem: why hivemind's averager was given up, if it was.
     """
 
     place: Place
     parameters: int
     calls: dict[str, list[list[Call]]]
+    problem: str = ""
 
     def seconds(self, contender: str) -> float:
         """Median over rounds, from the first node that was ready to the last one that was done."""
@@ -168,7 +170,8 @@ def _measure(
     calls: dict[str, list[list[Call]]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(world(NODES, namespaces[:NODES] or None))
-        context = multiprocessing.get_context("spawn")
+        forks = "forkserver" in multiprocessing.get_all_start_methods()  # its server has torch, see Ranks
+        context = multiprocessing.get_context("forkserver" if forks else "spawn")
         for name in ours:
             seat = NODES + 1 if name == THIN else NODES
             carried: Carried = "direct" if name == THIN else name  # type: ignore[assignment]
@@ -177,13 +180,17 @@ def _measure(
                 started(context, coordinate, carried, NODES, parameters, hosts[seat], space)
             )
             ranks.run(join, NODES, name, carried, invite, parameters, hosts[:NODES], str(folder))
-        stack.callback(ranks.run, leave, NODES)
+        stack.callback(_leave, ranks)
         for name in ours:
             for _ in range(WARM_ROUNDS):
                 ranks.run(vote, NODES, name)
         if GLOO in contenders:
             ranks.run(all_reduce, NODES, parameters // 8)  # connections
-        group = stack.enter_context(_hivemind(contenders, parameters, hosts, namespaces, folder))
+        group, problem = None, ""
+        try:
+            group = stack.enter_context(_hivemind(contenders, parameters, hosts, namespaces, folder))
+        except AveragerFailed as error:
+            problem = str(error)
         for _ in range(place.repeats):
             for name in ours:
                 for _ in range(place.rounds):
@@ -191,8 +198,16 @@ def _measure(
             if GLOO in contenders:
                 calls[GLOO].append(ranks.run(all_reduce, NODES, parameters))
             if group is not None:
-                calls[HIVEMIND].append(group.average())
-    return Outcome(place, parameters, dict(calls))
+                try:
+                    calls[HIVEMIND].append(group.average())
+                except AveragerFailed as error:
+                    group, problem = None, str(error)
+    return Outcome(place, parameters, dict(calls), problem)
+
+
+def _leave(ranks: Ranks) -> None:
+    if ranks.alive:  # else one has failed, and all were ended
+        ranks.run(leave, NODES)
 
 
 @contextlib.contextmanager
@@ -222,6 +237,8 @@ def fill(report: Report, outcomes: Sequence[Outcome], *, bars: bool) -> None:
             add(report, outcome, bars)
     for outcome in outcomes:
         place = outcome.place
+        if outcome.problem:
+            report.note(f"{place.title}: hivemind's averager was given up: {outcome.problem}")
         table = report.table(
             f"{NODES} nodes, {outcome.parameters / 1e6:g} M parameters, {place.title}",
             *("exchange", "seconds", "floor", "MB sent by a node's link"),

@@ -25,8 +25,8 @@ from bench.exchange_work import Call
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 START_SECONDS: Final = 120.0
-STEP_SECONDS: Final = 300.0
-MATCHING_SECONDS: Final = 60.0
+STEP_SECONDS: Final = 120.0
+MATCHING_SECONDS: Final = 5.0  # its default; a group that is complete does not wait for them
 POLL_SECONDS: Final = 0.005
 
 
@@ -137,7 +137,6 @@ def averagers(seats: Sequence[Seat], folder: Path) -> Iterator[Averagers]:
                     stderr=file,
                     text=True,
                     env=environment,
-                    start_new_session=True,
                 )
             processes.append(process)
         group = Averagers(processes, logs)
@@ -147,6 +146,7 @@ def averagers(seats: Sequence[Seat], folder: Path) -> Iterator[Averagers]:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not have got as far as to lead a group
         for process in processes:
             process.wait(10)
             for pipe in (process.stdin, process.stdout):
@@ -162,6 +162,7 @@ def _peer(seat: Seat) -> None:
     from bench.namespaces import enter
     from deploy.processes import PARENT_KEY, follow_parent
 
+    os.setpgrp()  # no session: one would have another share of the machine's time than the other contenders
     follow_parent()
     # A child of its own, forked from it, shall not outlive it either.
     os.register_at_fork(after_in_child=lambda: follow_parent({PARENT_KEY: str(os.getppid())}))
@@ -174,6 +175,7 @@ def _peer(seat: Seat) -> None:
     import hivemind
     import torch
     from hivemind.averaging.control import AveragingStage
+    from hivemind.compression import Float16Compression
     from hivemind.utils import get_dht_time
 
     from bench.island_work import bytes_sent
@@ -192,7 +194,7 @@ def _peer(seat: Seat) -> None:
         target_group_size=seat.peers,
         min_group_size=seat.peers,
         min_matchmaking_time=MATCHING_SECONDS,
-        compression=hivemind.Float16Compression(),
+        compression=Float16Compression(),
     )
     _say(out, {"addresses": [str(address) for address in table.get_visible_maddrs()]})
     step: Any = None

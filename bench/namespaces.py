@@ -114,12 +114,25 @@ def set_link(path: str, *, up: bool) -> None:
     Raises:
         NamespacesUnavailable: if that cannot be done.
     """
+    _within(path, "ip", "link", "set", "dev", INTERFACE, "up" if up else "down")
+
+
+def part(path: str, address: str) -> None:
+    """Leave a namespace of :func:`linked` without a route to the address of another.
+
+    Raises:
+        NamespacesUnavailable: if that cannot be done.
+    """
+    _within(path, "ip", "route", "add", "unreachable", address)
+
+
+def _within(path: str, *words: str) -> None:
     problem: list[BaseException] = []
 
     def work() -> None:
         try:
             enter(path)
-            _command("ip", "link", "set", "dev", INTERFACE, "up" if up else "down")
+            _command(*words)
         except (NamespacesUnavailable, OSError) as error:
             problem.append(error)
 

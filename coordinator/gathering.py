@@ -163,6 +163,8 @@ class Gathering:
             return
         run.reason = f"every node left before round {run.round + 1}: nobody holds the shared state any more"
         joiners = run.registry.joiners()
+        if joiners:
+            run.reason += "; to go on from an older one, start the coordinator with another --journal"
         if any(run.newcomers.ready(node) for node in joiners):
             self.end()
             self._resume()

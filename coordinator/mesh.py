@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES: Final = 16
+COUNT_BITS: Final = 20  # of a topology's number, for those of one coordinator
 MAX_TEXT: Final = 256  # characters of an address
 MAX_ADDRESSES: Final = 16
 SHUNNED_ROUNDS: Final = 8  # in which a node that failed as a reducer is none
@@ -48,9 +49,10 @@ class Ways:
     Attributes:
         direct: HOST:PORT that has answered; empty: none.
         why_not: why not, in words.
-        dialing: the address that is being tried.
+        dialing: the address that is being tried, and waited for: what did not answer before is not.
         shunned: the round up to which it does not reduce, as it has failed in one.
         detours: nodes that reach it through the coordinator only, whatever it has announced.
+        attempt: to reach it, one at a time.
     """
 
     endpoint: Endpoint
@@ -59,6 +61,7 @@ class Ways:
     dialing: str = ""
     shunned: int = -1
     detours: set[str] = field(default_factory=set)
+    attempt: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Mesh:
@@ -71,13 +74,14 @@ class Mesh:
 
     Attributes:
         dial: tries an address; ``None``: addresses are believed.
-        number: of the present topology; 0: none has been made.
+        number: of the present topology. Nodes and reducers go by the order of the numbers, also when the
+            coordinator is started again: the high bits are the second of that.
         reason: why slices travel between nodes, or why not, in words.
     """
 
     def __init__(self, run: Run, transport: str, secret: bytes) -> None:
         self.dial: Dial | None = None
-        self.number = 0
+        self.number = int(run.wall()) << COUNT_BITS
         self.reason = "the run file says transport = 'hub'" if transport == "hub" else "nobody is here"
         self._run = run
         self._transport = transport
@@ -116,14 +120,17 @@ class Mesh:
         ways = self._ways[node.node] = Ways(endpoint)
         if before is not None:
             ways.shunned = before.shunned
+            if before.attempt is not None:
+                before.attempt.cancel()
         address = seen_at(endpoint.direct, node.address)
         if not address or self._transport in ("hub", "swarm"):
             return
         if (before is not None and before.direct == address) or self.dial is None:
             ways.direct = address
         else:
-            ways.dialing = address
-            task = asyncio.ensure_future(self._try(node.node, ways, address, self.dial))
+            ways.why_not = "" if before is None else before.why_not
+            ways.dialing = "" if ways.why_not else address
+            task = ways.attempt = asyncio.ensure_future(self._try(node.node, ways, address, self.dial))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -216,9 +223,10 @@ class Mesh:
         return self._assigned[table.digest]
 
     def arrived(self, node: Node) -> None:
-        """A node has opened its session: all others are told how to deal with it, whoever reduces now: the
-        results of rounds before may lie at nodes."""
-        if self._transport != "hub":
+        """A node has opened its session: all others are told how to deal with it. Also where nobody reduces
+        now, if it lacks results of rounds before: they may lie at nodes."""
+        behind = self._run.begun and node.claim.round < self._run.round
+        if self._assigned or (behind and self._transport != "hub"):
             self._publish(tell=bool(self._assigned))
 
     def _site(self, name: str) -> Site:
@@ -228,8 +236,8 @@ class Mesh:
         reachable = bool(ways.direct or (ways.endpoint.swarm and self._transport in ("swarm", "auto")))
         return Site(
             name,
-            ways.endpoint.uplink or None,
-            ways.endpoint.downlink or None,
+            ways.endpoint.uplink if ways.endpoint.uplink >= 1 else None,  # less is a wrong measurement
+            ways.endpoint.downlink if ways.endpoint.downlink >= 1 else None,
             able=reachable and ways.shunned < self._run.round and not self._remote(ways),
         )
 
@@ -275,7 +283,8 @@ class Mesh:
             )
             run.send(node, CoordinatorMessage(topology=message))
         if tell:
-            run.tell(TopologyMade(self.number, run.round, tuple(reducers), self.reason))
+            count = self.number % (1 << COUNT_BITS)
+            run.tell(TopologyMade(count, run.round, tuple(reducers), self.reason))
 
     def _peer(self, receiver: str, other: str) -> PeerNode:
         peer = PeerNode(node=other)

@@ -79,6 +79,7 @@ class Newcomers:
             and node.goal < 0
             and 0 <= run.round - node.held <= NEAR
             and all(run.results.get(index) is not None for index in range(node.held, run.round))
+            and (node.held == run.round or run.first_kept() <= node.held)
         )
 
     def seat(self) -> bool:

@@ -97,6 +97,17 @@ class Registry:
         found = (self.nodes.get(node) for node in self.roster.members)
         return [node for node in found if node is not None and node.seated]
 
+    def received_since(self, committed: int) -> int:
+        """The first round whose result somebody may have for others; ``committed``: nobody has any. A node
+        keeps what it has itself received, as long as its process lives."""
+        since = committed
+        for node in self.in_session():
+            if node.known:
+                return 0
+            if node.seated:
+                since = min(since, node.first_round)
+        return since
+
     def names(self) -> list[str]:
         """Of the members that can be given orders."""
         return [node.node for node in self.members()]

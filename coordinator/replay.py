@@ -17,9 +17,18 @@ from protos.refusal import BAD_LANE, FELL_BEHIND, WRONG_ROUND, WRONG_TABLE, Refu
 AHEAD_BYTES: Final = 64 << 20  # of a result that is read from the journal while the one before is sent
 
 
-def first_kept(ring: ResultRing, journal: Journal, committed: int) -> int:
-    """The first round from which on the results of all rounds before ``committed`` can be read."""
-    while ring.get(committed - 1) is not None:
+def first_kept(ring: ResultRing, journal: Journal, committed: int, *, at_nodes: int = 0) -> int:
+    """The first round from which on the results of all rounds before ``committed`` can be read; of a result
+    that lies at nodes, what is known of it.
+
+    Args:
+        ring, journal: where they are.
+        committed: the next round to commit.
+        at_nodes: first round whose result somebody has, if it lies at nodes.
+    """
+    while (result := ring.get(committed - 1)) is not None:
+        if result.facts.slices and committed <= at_nodes:
+            return committed
         committed -= 1
     return journal.first_kept(committed)
 

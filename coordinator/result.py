@@ -65,7 +65,9 @@ class Result(FrameLog):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the frames."""
+        """Memory of the frames, or of the result at each of the nodes where it lies: they keep as many."""
+        if self._facts is not None and self._facts.slices:
+            return self._facts.nbytes
         return sum(map(len, self.frames))
 
     def settle(

@@ -233,7 +233,8 @@ class Run:
 
     def first_kept(self) -> int:
         """The first round from which on all results can be had."""
-        return first_kept(self.results, self.journal, self.round)
+        at_nodes = self.registry.received_since(self.round)
+        return first_kept(self.results, self.journal, self.round, at_nodes=at_nodes)
 
     # --------------------------------------------------------------------------------------------- nodes
 

@@ -8,15 +8,17 @@ taken from its reducer and given to another one, which then needs all contributi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import xxhash
 
 from coordinator.journal import Done
 from coordinator.member import Member
-from coordinator.open_round import Made, OpenRound
+from coordinator.open_round import MAX_ALARM_DELAY, Made, OpenRound
 from coordinator.overdue import Standing, overdue
 from coordinator.rounds import Policy, State, Verdict
 from coordinator.timer import Alarm, Timer
@@ -25,6 +27,7 @@ from protos.atoll_pb2 import CoordinatorMessage, Reduce, SliceDigest, SliceNews
 from protos.buckets import BucketTable
 
 DIGEST_BYTES: Final = 16  # xxh3_128
+MAX_TROUBLES: Final = 3  # slices that one member has moved in one round; then the trouble is its own
 
 
 @dataclass
@@ -86,10 +89,13 @@ class SlicedRound(OpenRound):
         self._parts = [_Part(one, topology) for one in assigned]
         self._send = send
         self._move = move
-        self._attempt = 0
+        self._attempt = topology  # above those of a coordinator before
         self._watch: Alarm | None = None
         self._began_at = self.opened_at
         self._holders: dict[str, bytes] = {}  # who holds the whole result of some attempt: its digest
+        self._failed: dict[str, str] = {}  # who cannot reduce in this round, and why
+        self._troubles: Counter[str] = Counter()  # how often a member had a slice moved
+        self._absent: set[str] = set()  # who wait for the announcement, and receive nothing before
 
     # --------------------------------------------------------------------------------------------- events
 
@@ -108,7 +114,10 @@ class SlicedRound(OpenRound):
         if self._closed:
             return True
         if message.failed:
-            part.trouble = f"{node} cannot reduce it: {message.failed[:256]}"
+            self._failed[node] = part.trouble = f"{node} cannot reduce it: {message.failed[:256]}"
+            if all(one.node in self._failed for one in self.members.values() if one.live):
+                self._fail(f"no node can reduce round {self.round + 1}: {'; '.join(self._failed.values())}")
+                return True
         for refusal in message.refused:
             member = self.members.get(refusal.node)
             if member is not None and member.pending:
@@ -137,13 +146,35 @@ class SlicedRound(OpenRound):
             self._holders[node] = digest
             self._settle()
 
+    def holders(self, nodes: Sequence[str]) -> list[str]:
+        """Some nodes, those first that have said that they hold the whole result."""
+        return sorted(nodes, key=lambda node: node not in self._holders)
+
     def trouble(self, node: str, index: int, topology: int, reason: str) -> None:
         """A member cannot deliver a slice to its reducer, or get the result from it."""
         if index < len(self._parts) and node in self.members and not self._closed:
             part = self._parts[index]
-            if topology >= part.since:
-                part.trouble = f"{node} cannot reach {part.assigned.reducer}: {reason[:256]}"
-                self._look()
+            if topology < part.since:
+                return
+            self._troubles[node] += 1
+            words = f"{node} cannot reach {part.assigned.reducer}: {reason[:256]}"
+            if self._troubles[node] <= MAX_TROUBLES:
+                part.trouble = words
+            elif (member := self.members[node]).pending:
+                member.reason = words
+                self._exclude(member, State.FAILED)
+            else:
+                self._absent.add(node)
+                self._settle()
+            self._look()
+
+    def abstain(self, node: str, reason: str) -> None:
+        """See :class:`OpenRound`; one whose contribution has come whole stays a voter, and waits for the
+        commit."""
+        if node in self.members and not self._closed:
+            self._absent.add(node)
+            super().abstain(node, reason)
+            self._settle()
 
     def departed(self, node: str) -> None:
         """See :class:`OpenRound`; its slices go to others."""
@@ -158,13 +189,17 @@ class SlicedRound(OpenRound):
         """
         self.topology = topology
         for part, one in zip(self._parts, assigned, strict=True):
+            part.trouble = ""
             if part.assigned != one:
-                part.assigned, part.since, part.trouble = one, topology, ""
+                part.assigned, part.since = one, topology
                 part.arrived.clear()
                 part.restart()
         for member in self.members.values():
             if member.state is State.COMPLETE:
-                member.state = State.EXPECTED if member.live else State.GONE
+                if member.node in self._absent:
+                    member.state = State.ABSTAINED
+                else:
+                    member.state = State.EXPECTED if member.live else State.GONE
         self.verdict, self.whole_at = None, []
         now = self._timer.now()
         self.opened_at, self.first_at = now, None if self.first_at is None else now
@@ -218,11 +253,13 @@ class SlicedRound(OpenRound):
 
     def _outlasts(self, voters: Sequence[str], digest: bytes) -> bool:
         """Whether the result can still be had if any one node is lost, as far as there is somebody who
-        receives it: a commit cannot be taken back."""
-        alone = {part.assigned.reducer for part in self._parts}
-        others = [node for node, member in self.members.items() if member.live and alone != {node}]
-        holds = any(self._holders.get(node) == digest for node in others)
-        return holds or not any(node in voters for node in others)
+        receives it: a commit cannot be taken back. A reducer may be the only one to have its own slices,
+        so that another one has to hold the whole."""
+        live = [node for node, member in self.members.items() if member.live]
+        holders = {node for node in live if self._holders.get(node) == digest}
+        receivers = {node for node in live if node in voters} - self._absent
+        reducers = {part.assigned.reducer for part in self._parts}
+        return all(holders - {one} or not receivers - {one} for one in reducers)
 
     # --------------------------------------------------------------------------------- reducers that fail
 
@@ -246,7 +283,16 @@ class SlicedRound(OpenRound):
         if verdict.taken:
             self._move(self, verdict.taken)
         elif verdict.until is not None:
-            self._watch = self._timer.call_at(verdict.until, self._look)
+            self._watch = self._timer.call_at(verdict.until, partial(self._rang_for, verdict.until))
+
+    def _rang_for(self, due: float) -> None:
+        slept = self._timer.now() - due
+        if slept > MAX_ALARM_DELAY:  # as for the round's own alarm: what came meanwhile is still to be read
+            extra = slept + MAX_ALARM_DELAY
+            self._began_at += extra
+            for part in self._parts:
+                part.whole_at = None if part.whole_at is None else part.whole_at + extra
+        self._look()
 
     def _finish(self) -> None:
         super()._finish()

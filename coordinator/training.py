@@ -143,7 +143,7 @@ class Training:
             send=lambda node, message: run.send(run.registry.get(node), message),
             move=self._move,
         )
-        active.result.holders = run.registry.names
+        active.result.holders = lambda: active.holders(run.registry.names())
         return active
 
     def _move(self, active: SlicedRound, failed: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import threading
@@ -101,6 +102,8 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
         backend()  # a second or two to load kernels, for which no round has to wait
         admission = exchange.join(claim, tables, lane if island else None, peers)
         emit(Joined(admission.node, exchange.address, admission.needs_state))
+        gc.collect()
+        gc.freeze()  # or each full collection looks through all that torch has imported, for 0.2 s in a round
         return _work(setting, exchange, exchange, ranks, options, emit, farewell)
 
 

@@ -66,7 +66,6 @@ class HubExchange:
             called from the network thread, must not block.
 
     Attributes:
-        address: of the coordinator.
         meter: the byte counters.
     """
 
@@ -81,7 +80,6 @@ class HubExchange:
         publish: Publish = lambda news: None,
     ) -> None:
         self.meter = meter or Meter()
-        self.address = invite.address
         self._timing = timing or Timing()
         self._say = say
         self._token = invite.token
@@ -94,6 +92,11 @@ class HubExchange:
         self._session, self._uploads = self._network.call(
             self._open(), self.limits.call, "opening the channels"
         )
+
+    @property
+    def address(self) -> str:
+        """Of the coordinator, at present."""
+        return self._link.address
 
     @property
     def limits(self) -> Limits:

@@ -19,6 +19,7 @@ from node.exchange.retry import within
 from node.exchange.trouble import Kind, Trouble, diagnose
 from protos import atoll_pb2 as pb
 from protos import wire
+from protos.address import Address
 from protos.grpc_options import DIAL_OPTIONS
 from protos.invite import Invite
 
@@ -59,15 +60,30 @@ class Link:
         self._meter = counter
         self._control: aio.Channel | None = None
         self._bulk: aio.Channel | None = None
+        self._former: list[aio.Channel | None] = []
 
     def open(self) -> None:
         """Make the channels; connecting happens with the first call."""
         self._control = aio.insecure_channel(self.address, options=DIAL_OPTIONS)
         self._bulk = aio.insecure_channel(self.address, options=DIAL_OPTIONS)
 
+    def move(self, address: str) -> None:
+        """Calls go to ``address`` (HOST:PORT) from now on.
+
+        Those that have begun end by themselves: cancelled ones would look as if their callers gave up.
+        """
+        self._former += (self._control, self._bulk)
+        self.address = address
+        self.open()
+
+    def elsewhere(self, address: str) -> Link:
+        """Another one with the same token, not opened, to ``address`` (HOST:PORT)."""
+        to = Address.parse(address)
+        return Link(Invite(self._token, to.host, to.port), self._meter, self.limits)
+
     async def close(self) -> None:
-        """End both connections and every call on them."""
-        for channel in (self._control, self._bulk):
+        """End all connections and every call on them."""
+        for channel in (self._control, self._bulk, *self._former):
             if channel is not None:
                 await channel.close(None)
 

@@ -112,12 +112,20 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
         Trouble: kind SILENT, once ``seconds`` are over.
     """
     task = asyncio.ensure_future(work)
+    task.add_done_callback(_seen)  # a failure comes too late if the time is over, or this is cancelled
     try:
         # Before Python 3.12, wait_for() loses a cancellation that comes at the moment when the work ends.
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
-        task.cancel()
-        await asyncio.wait({task})
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
     if not done:
         raise Trouble(Kind.SILENT, f"{what} took longer than {seconds:.3g} s")
     return task.result()
+
+
+def _seen(task: asyncio.Future[T]) -> None:
+    """Whatever it has come to, asyncio need not complain that nobody has asked."""
+    if not task.cancelled():
+        task.exception()

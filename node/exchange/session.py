@@ -11,19 +11,13 @@ from typing import Final
 
 from grpc import aio
 
-from node.exchange.base import (
-    DonateOrder,
-    ExchangeError,
-    LoadOrder,
-    Order,
-    ReplayOrder,
-    RoundOrder,
-    StopOrder,
-)
+from node.exchange.base import DonateOrder, ExchangeError, Order, RoundOrder, StopOrder
 from node.exchange.link import Call, Link
 from node.exchange.news import MAX_FAILURE, Opened, Publish, SessionNews, went_on_without
+from node.exchange.orders import order_of
 from node.exchange.retry import Patience, Say, Timing, persist, within
 from node.exchange.trouble import Kind, RoundLost, Trouble
+from node.exchange.whereabouts import Follower
 from protos import atoll_pb2 as pb
 from protos import wire
 
@@ -123,6 +117,7 @@ class Session:
         self._say = say
         self._publish = publish
         self._listener: Callable[[pb.CoordinatorMessage], object] = lambda message: None
+        self._follower: Follower | None = None
         self._claim: Claim | None = None
         self._admission: Admission | None = None
         self._orders: deque[Order] = deque()
@@ -165,6 +160,10 @@ class Session:
         """Hand messages that are no orders to ``listener``, in the order in which all of them come. If it
         raises :class:`Trouble`, the session fails."""
         self._listener = listener
+
+    def follow(self, follower: Follower) -> None:
+        """Have a coordinator looked for that cannot be reached any more."""
+        self._follower = follower
 
     def announce(self, endpoint: pb.Endpoint) -> None:
         """Tell how other nodes reach this one from now on, also in the next session."""
@@ -265,6 +264,9 @@ class Session:
                     if trouble.kind is Kind.SESSION_UNKNOWN and self._admission is not None:
                         self._forget(self._admission)
                         trouble = Trouble(Kind.BROKEN, f"{trouble}; joining again")
+                    elif self._follower is not None and trouble.passing and await self._follower.lost():
+                        patience = self._patience(self._link.limits.reconnect)
+                        continue
                     await patience.endure(trouble)
         except ExchangeError as failure:
             self._failure = failure
@@ -338,9 +340,11 @@ class Session:
                     await within(left, "something to say", self._outgoing.wait())
 
     def _take(self, message: pb.CoordinatorMessage) -> None:
+        if not self._heard and self._follower is not None:
+            self._follower.reached()
         self._heard = True
         self._unheard.clear()
-        order = _order(message, self.generation)
+        order = order_of(message, self.generation)
         if order is None:
             self._listener(message)
             return
@@ -372,33 +376,3 @@ class Session:
                 failure="" if self._failure is None else str(self._failure)[:MAX_FAILURE],
             )
         )
-
-
-def _order(message: pb.CoordinatorMessage, generation: int) -> Order | None:
-    """The order in a message; ``None`` if it is none, or of a kind that a later version may have added."""
-    kind = message.WhichOneof("kind")
-    if kind == "round_open":
-        opened = message.round_open
-        return RoundOrder(
-            round=opened.round,
-            epoch=opened.epoch,
-            members=tuple(opened.members),
-            lease_start=opened.lease_start,
-            lease_count=opened.lease_count,
-            evaluate=opened.evaluate,
-            result_ready=opened.result_ready,
-            frontier=opened.frontier,
-            topology=opened.topology,
-            generation=generation,
-        )
-    if kind == "donate":
-        donate = message.donate
-        return DonateOrder(donate.snapshot, donate.round, donate.first, donate.count)
-    if kind == "load_state":
-        load = message.load_state
-        return LoadOrder(load.snapshot, load.round, load.frontier)
-    if kind == "replay":
-        return ReplayOrder(message.replay.first, message.replay.count, message.replay.frontier)
-    if kind == "stop":
-        return StopOrder(message.stop.done, message.stop.reason, message.stop.evaluate)
-    return None

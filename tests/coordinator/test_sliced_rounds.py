@@ -182,10 +182,119 @@ async def test_nothing_is_committed_before_a_second_node_holds_it() -> None:
     await reef.begin()
     reef.reduce()
     assert not reef.told(RoundCommitted)
-    reef.nodes[0].say(holding=pb.Holding(round=0, digest=b"x" * 16))
+    reef.nodes[0].holds(0, 2)  # if it were lost now, what it has reduced would be as well
     assert not reef.told(RoundCommitted)
-    reef.nodes[0].holds(0, 2)
+    reef.nodes[1].say(holding=pb.Holding(round=0, digest=b"x" * 16))
+    assert not reef.told(RoundCommitted)
+    reef.nodes[1].holds(0, 2)
     assert len(reef.told(RoundCommitted)) == 1
+
+
+async def test_one_that_reduces_nothing_may_be_the_only_one_to_hold_the_whole() -> None:
+    site = Site(3, present=0, table=TABLE, transport="direct")
+    nodes = [
+        Member(site.hub, endpoint=pb.Endpoint(direct=where)) for where in ("10.0.0.1:1", "10.0.0.2:1", "")
+    ]
+    for node in nodes:
+        await node.opened(0)
+    assert [part.reducer for part in nodes[0].slices()] == ["node-0", "node-1"]
+    for index in (0, 1):
+        nodes[index].news(index, NAMES, made=True)
+    assert not site.told(RoundCommitted)
+    nodes[2].holds(0, 2)
+    assert len(site.told(RoundCommitted)) == 1
+
+
+async def test_a_voter_that_waits_for_the_commit_holds_nobody_up() -> None:
+    reef = Reef(2)
+    await reef.begin()
+    reef.reduce()
+    reef.nodes[0].holds(0, 2)
+    assert not reef.told(RoundCommitted)
+    reef.nodes[1].say(abstention=pb.Abstention(round=0, reason="it has given its streams up"))
+    assert list((await reef.nodes[0].committed()).voters) == ["node-0", "node-1"]
+
+
+async def test_who_is_no_member_of_the_round_abstains_in_vain() -> None:
+    reef = Reef()
+    await reef.begin()
+    reef.join("10.0.0.9:1").say(abstention=pb.Abstention(round=0, reason="of another session"))
+    reef.nodes.pop()
+    await reef.finish(0)
+    assert reef.run.phase == "training" and len(reef.told(RoundCommitted)) == 1
+
+
+async def test_a_round_that_nobody_can_reduce_ends_the_run() -> None:
+    reef = Reef(2)
+    await reef.begin()
+    reef.nodes[1].news(1, [], failed="out of memory")
+    assert reef.run.active is not None
+    reef.nodes[0].news(0, [], failed="likewise")
+    assert reef.run.phase == "failed" and "node-0 cannot reduce it: likewise" in reef.run.reason
+
+
+async def test_the_only_member_keeps_the_slices_that_it_cannot_reach() -> None:
+    reef = Reef(1)
+    await reef.begin()
+    for _ in range(2):
+        reef.nodes[0].drain()
+        number = reef.nodes[0].topology.number
+        reef.nodes[0].say(slice_trouble=pb.SliceTrouble(round=0, slice=0, topology=number, reason="busy"))
+    reef.reduce()
+    assert (await reef.nodes[0].committed()).counted
+
+
+async def test_a_member_that_reaches_nobody_and_is_not_reached_is_left_out_at_last() -> None:
+    reef = Reef()
+    await reef.begin()
+    active = reef.run.active
+    assert isinstance(active, SlicedRound)
+    complaints = 0
+    while active.members["node-2"].pending:
+        for node in reef.nodes:
+            node.drain()
+        reducers = [part.reducer for part in reef.nodes[0].slices()]
+        other = next((name for name in reducers if name != "node-2"), "")
+        trouble = pb.SliceTrouble(
+            round=0,
+            slice=reducers.index(other or "node-2"),
+            topology=reef.nodes[0].topology.number,
+            reason="no way is left",
+        )
+        reef.nodes[2 if other else 0].say(slice_trouble=trouble)
+        complaints += 1
+        assert complaints < 12
+    assert active.members["node-0"].pending and active.members["node-1"].pending
+    for node in reef.nodes:
+        node.drain()
+    reef.reduce(voters=["node-0", "node-1"])
+    for node in reef.nodes[:2]:
+        node.holds(0, 3)
+    commit = await reef.nodes[2].committed()
+    assert list(commit.voters) == ["node-0", "node-1"] and not commit.counted
+
+
+async def test_a_coordinator_that_stood_still_reads_before_it_blames_a_reducer() -> None:
+    reef = Reef(heartbeat=1000.0)
+    await reef.begin()
+    for index in (0, 2):
+        reef.nodes[index].news(index, [node.id for node in reef.nodes], made=True)
+    reef.timer.oversleep(30.0)
+    reef.nodes[0].drain()
+    assert "node-1" in {part.reducer for part in reef.nodes[0].slices()}
+    reef.timer.advance(6.0)
+    reef.nodes[0].drain()
+    assert "node-1" not in {part.reducer for part in reef.nodes[0].slices()}
+
+
+async def test_a_link_that_is_said_to_carry_nothing_counts_as_unknown() -> None:
+    site = Site(2, present=0, table=TABLE, transport="direct")
+    nodes = [
+        Member(site.hub, endpoint=pb.Endpoint(direct=f"10.0.0.{i}:1", uplink=rate, downlink=rate))
+        for i, rate in enumerate((5e-324, 1e6))
+    ]
+    for node in nodes:
+        assert (await node.opened(0)).topology
 
 
 async def test_a_result_that_nobody_else_receives_is_not_waited_for() -> None:
@@ -218,7 +327,7 @@ async def test_a_member_that_abstains_and_one_that_is_refused() -> None:
     reef.nodes[0].news(0, ["node-0"], refused=[refusal])
     for index, part in enumerate(reef.nodes[0].slices()):
         reef.by(part.reducer).news(index, ["node-0"], made=True)
-    reef.nodes[2].holds(0, 3)
+    reef.nodes[0].holds(0, 3)
     commits = [await node.committed() for node in reef.nodes]
     assert [commit.counted for commit in commits] == [True, False, False]
     assert list(commits[0].voters) == ["node-0"] and "abstained" in commits[0].reason
@@ -254,7 +363,8 @@ async def test_the_slices_of_a_reducer_that_leaves_go_to_others_within_the_round
     # What the other two have stays; the slice that was moved needs its contributions anew.
     reef.reduce(made=False, voters=["node-0", "node-2"])
     reef.reduce(voters=["node-0", "node-2"])
-    reef.nodes[0].holds(0, 3)
+    for node in reef.nodes[:2]:
+        node.holds(0, 3)
     commits = [await node.committed() for node in reef.nodes]
     assert list(commits[0].voters) == ["node-0", "node-2"]
     assert gone.id not in {part.reducer for part in commits[0].slices}
@@ -335,7 +445,8 @@ async def test_a_payload_for_a_sliced_round_is_refused_and_its_commit_can_be_ask
         await exchange.next_frame()
     asking = reef.nodes[1].feed(*abstain_frames(orders[1], "asking"))
     reef.reduce()
-    reef.nodes[0].holds(0, 3)
+    for node in reef.nodes[:2]:
+        node.holds(0, 3)
     download = await reef.nodes[1].receive(asking)
     assert download.commit is not None and len(download.commit.slices) == 3 and download.commit.counted
 
@@ -351,7 +462,8 @@ async def test_a_late_member_goes_on_with_its_report() -> None:
         node.drain()
     for index, part in enumerate(reef.nodes[0].slices()):
         reef.by(part.reducer).news(index, ["node-0", "node-1"], made=True)
-    reef.nodes[0].holds(0, 3)
+    for node in reef.nodes[:2]:
+        node.holds(0, 3)
     for node in fast:
         assert (await node.committed()).round == 0
         await node.opened(1)
@@ -416,7 +528,8 @@ async def test_nonsense_about_slices_is_counted_or_ignored() -> None:
     active = reef.run.active
     assert isinstance(active, SlicedRound)
     node = reef.nodes[0]
-    for index, fields in [(7, {}), (1, {}), (0, {"round": 3})]:
+    wrong: list[tuple[int, dict[str, Any]]] = [(7, {}), (1, {}), (0, {"round": 3})]
+    for index, fields in wrong:
         node.news(index, ["node-0"], **fields)
     node.news(0, ["stranger"])
     node.news(0, [], made=True, digest=b"short")
@@ -447,6 +560,31 @@ async def test_an_address_is_tried_before_the_first_round() -> None:
     assert all(order.topology for order in orders)
     assert {part.reducer for part in nodes[0].slices()} == {"node-0"}
     assert [peer.direct for peer in nodes[0].topology.nodes] == ["127.0.0.1:4601", ""]
+    site.hub.close()
+
+
+async def test_an_address_that_did_not_answer_is_tried_again_without_waiting() -> None:
+    site = Site(1, present=0, table=TABLE, transport="direct", rounds=3)
+    answers: list[asyncio.Future[str]] = []
+
+    async def dial(address: str) -> str:
+        answers.append(asyncio.get_running_loop().create_future())
+        return await answers[-1]
+
+    site.run.mesh.dial = dial
+    node = Member(site.hub, endpoint=pb.Endpoint(direct=":4601"))
+    await asyncio.sleep(0)
+    assert site.run.mesh.settling == "node-0"
+    answers[0].set_result("connecting timed out")
+    assert (await node.opened(0)).topology == 0
+    for uplink in (1e6, 2e6):
+        node.say(endpoint=pb.Endpoint(direct=":4601", uplink=uplink))
+        await asyncio.sleep(0)
+    assert len(answers) == 3 and not site.run.mesh.settling and answers[1].cancelled()
+    answers[2].set_result("")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert site.run.mesh.reached == ["127.0.0.1:4601"]
     site.hub.close()
 
 

@@ -99,6 +99,7 @@ class Deliveries:
             else:
                 waits.append(self._settle(delivery, digest, silence))
         await asyncio.gather(*waits)
+        self._deliveries = []  # each has been stopped as it should be
 
     async def _settle(self, delivery: Delivery, digest: bytes, silence: float) -> None:
         delivery.stop(politely=await delivery.holds(digest, silence))

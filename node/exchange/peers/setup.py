@@ -21,6 +21,7 @@ from node.exchange.peers.tunnel import TunnelCarrier
 from node.exchange.retry import Say, Timing
 from node.exchange.session import Session
 from node.exchange.trouble import Trouble
+from node.exchange.whereabouts import Follower
 from protos import atoll_pb2 as pb
 from protos.buckets import TableSchedule
 from protos.listening import ListenError
@@ -102,6 +103,7 @@ async def open_peers(
             )
             if swarm is not None:
                 carriers.append(swarm.carrier)
+                session.follow(Follower(link, swarm.presence, run_digest, timing, say))
     except BaseException:
         for carrier in carriers:
             await carrier.close()

@@ -76,6 +76,8 @@ class SwarmCarrier:
 
     async def open(self, peer: Peer) -> SwarmStream:
         """See the protocol."""
+        if self._closed:
+            raise Trouble(Kind.BROKEN, "this node is leaving the swarm")
         reader, writer = await within(
             self._open_seconds,
             f"a stream to {peer.node}",
@@ -98,7 +100,7 @@ class SwarmCarrier:
         if self._beating is not None:
             self._beating.cancel()
         for stream in tuple(self._streams):
-            stream.cancel()
+            stream.abort()
         handling = self._handling - {asyncio.current_task()}
         for task in handling:
             task.cancel()
@@ -214,7 +216,7 @@ class SwarmCarrier:
             await self._handler(stream)
             await stream.wind_up(_WIND_UP_SECONDS)
         finally:
-            stream.cancel()
+            stream.abort()
 
     def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> SwarmStream:
         stream = SwarmStream(reader, writer, peer, self._timing.now, self._heartbeat, self._on_bytes)

@@ -27,6 +27,8 @@ _MAX_NAME: Final = 100
 _ROUND_SECONDS: Final = 10.0  # between two times that a node says it is there
 _LIFE_SECONDS: Final = 45.0  # of what it says
 _CALL_SECONDS: Final = 10.0
+_LET_IN_SECONDS: Final = 6.0  # for one of the peers to begin with to answer
+_LET_IN_PAUSE: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -181,16 +183,13 @@ class Presence:
         bootstrap = [
             parse_with_peer(text).peer for text in (*self._daemon.setting.bootstrap, *self._daemon.known())
         ]
-        others = sorted({f"/p2p/{peer}" for peer in bootstrap if peer != self._daemon.peer})
+        others = sorted({peer for peer in bootstrap if peer != self._daemon.peer})
+        table = await hivemind().DHTNode.create(p2p, authorizer=self._authorizer, wait_timeout=5.0)
         try:
-            self._table = await hivemind().DHTNode.create(
-                p2p,
-                initial_peers=others or None,
-                authorizer=self._authorizer,
-                wait_timeout=5.0,
-                bootstrap_timeout=2.0,
-            )
-        except Exception as error:  # RuntimeError, or an error of its own about clocks and firewalls
+            if others:
+                await self._let_in(table, others)
+        except Exception as error:  # an error of hivemind's about clocks and firewalls, or nobody answered
+            _drop(table)
             words = str(error)
             advice = (
                 "set this machine's clock (NTP)"
@@ -202,12 +201,25 @@ class Presence:
                 f"the peers to begin with do not let this node in ({words[:200]}): {advice}",
                 Kind.REFUSED,
             ) from error
+        self._table = table
         for peer in {parse_with_peer(text).peer for text in self._daemon.setting.bootstrap}:
             with contextlib.suppress(Trouble):
                 await self._look(peer)
         self._again.set()
         if self._going is None:
             self._going = asyncio.create_task(self._go())
+
+    async def _let_in(self, table: Any, others: list[str]) -> None:
+        """Meet one of those to begin with, who may have started a moment ago and have no table yet."""
+        until = self._timing.now() + _LET_IN_SECONDS
+        protocol = table.protocol
+        peers = [hivemind().PeerID.from_base58(peer) for peer in others]
+        while not any(await asyncio.gather(*(protocol.call_ping(peer, validate=True) for peer in peers))):
+            if self._timing.now() > until:
+                raise RuntimeError("none of them answers")
+            await self._timing.sleep(_LET_IN_PAUSE)
+        with contextlib.suppress(Trouble):
+            await within(_LET_IN_PAUSE, "a look around", table.find_nearest_nodes([table.node_id]))
 
     def _lose(self) -> None:
         table, self._table = self._table, None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from node.exchange.swarm.setting import SwarmSetting
 from node.exchange.trouble import Kind, Trouble
 
 _END_SECONDS: Final = 5.0
+_SPAWN_TRIES: Final = 50
+_SPAWN_PAUSE: Final = 0.02  # seconds
 
 
 class Process:
@@ -96,7 +99,8 @@ async def start(
         )
     client = _client(folder, options, listen, started)
     try:
-        p2p = await client.create(
+        create = functools.partial(
+            client.create,
             host_maddrs=setting.listening(port) or None,
             no_listen=not setting.listen,
             announce_maddrs=setting.announce or None,
@@ -109,6 +113,7 @@ async def start(
             startup_timeout=setting.daemon_seconds,
             check_if_identity_free=False,
         )
+        p2p = await _alone(create)
     except BaseException as error:
         for begun in started:
             await _end(begun)
@@ -125,6 +130,18 @@ async def start(
             f"daemon_seconds ({setting.daemon_seconds:g} s)",
         ) from error
     return Process(p2p, held)
+
+
+async def _alone(create: Callable[[], Awaitable[Any]]) -> Any:
+    """uvloop refuses to start a process at the very moment when another loop of this process does."""
+    for _ in range(_SPAWN_TRIES):
+        try:
+            return await create()
+        except RuntimeError as error:
+            if "Racing with another loop" not in str(error):
+                raise
+            await asyncio.sleep(_SPAWN_PAUSE)
+    return await create()
 
 
 def _client(folder: Path, options: dict[str, Any], listen: Callable[[str], None], started: list[Any]) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.exchange.meter import Direction
+from node.exchange.retry import within
 from node.exchange.trouble import Kind, Trouble
 from protos.wire import MAX_MESSAGE_BYTES
 
@@ -93,9 +94,9 @@ class SwarmStream:
     async def write(self, message: bytes) -> None:
         """See the protocol."""
         if len(message) > MAX_MESSAGE_BYTES:
-            raise Trouble(
-                Kind.PROTOCOL, f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}"
-            )
+            text = f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}"
+            self._fail(Trouble(Kind.PROTOCOL, text))
+            raise Trouble(Kind.PROTOCOL, text)
         self._check_writable()
         self._put(len(message), message)
         await self._drained()
@@ -114,6 +115,11 @@ class SwarmStream:
 
     def cancel(self) -> None:
         """See the protocol."""
+        if not (self._ended and self._peer_ended):  # then what is still on its way arrives
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the stream now, whatever is still on its way."""
         if not self.closed.is_set():
             self._fail(Trouble(Kind.BROKEN, f"the stream with {self._peer} has been given up"))
 
@@ -121,18 +127,18 @@ class SwarmStream:
         """The handler has returned: let its last messages arrive, and end the stream within ``seconds``."""
         if self._failure is not None:
             return
-        if not self._ended:
-            self.cancel()
-            return
         self._deaf = True
         self._inbox.clear()
         self._room.set()
         if not self._peer_ended:
             self._put(GONE)
-        waiting = asyncio.ensure_future(self.closed.wait())
-        await asyncio.wait({waiting}, timeout=seconds)
-        waiting.cancel()
-        self.cancel()
+        with contextlib.suppress(Trouble):
+            await within(seconds, "the end of a stream", self._wound_up())
+        self.abort()
+
+    async def _wound_up(self) -> None:
+        await self.end()
+        await self.closed.wait()
 
     def beat(self, listen: bool) -> None:
         """Show life, and unless ``listen`` is false give up a peer that shows none."""

@@ -1,16 +1,20 @@
 """Two nodes and a way between them, for every carrier: what the contract of streams is tested on.
 
-A carrier joins the suite with an entry in :data:`RIGS`.
+A carrier joins the suite with an entry in :data:`RIGS`; that of the swarm needs :class:`Daemons`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import pytest
 
 from node.exchange.link import Limits, Link
 from node.exchange.meter import Meter
@@ -19,6 +23,11 @@ from node.exchange.peers.direct import DirectCarrier
 from node.exchange.peers.loopback import pair
 from node.exchange.peers.serving import TaskSet, serve
 from node.exchange.peers.tunnel import TunnelCarrier
+from node.exchange.swarm import ports
+from node.exchange.swarm.carrier import SwarmCarrier
+from node.exchange.swarm.daemon import Daemon
+from node.exchange.swarm.secret import RunSecret
+from node.exchange.swarm.setting import SwarmSetting
 from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos.address import Address
@@ -214,8 +223,57 @@ async def tunnel_rig() -> AsyncIterator[Rig]:
         yield Rig(calling.carrier, called.carrier, peer, nobody, relay.cut, arrivals)
 
 
-RIGS: dict[str, Callable[[], AbstractAsyncContextManager[Rig]]] = {
-    "memory": memory_rig,
-    "direct": direct_rig,
-    "tunnel": tunnel_rig,
-}
+class Daemons:
+    """libp2p for two nodes, one of which calls the other by a way that can be cut; for many rigs, as
+    starting it takes seconds. In the event loop of :meth:`start`."""
+
+    def __init__(self) -> None:
+        port = ports.choose(["127.0.0.1"], 0, quic=False)
+        self.relay = Relay(port)
+        # Told its own address, libp2p would come back by that.
+        announced = (f"/ip4/127.0.0.1/tcp/{self.relay.port}",)
+        self.called = self._daemon(SwarmSetting(("127.0.0.1",), port, quic=False, announce=announced))
+        self.calling = self._daemon(SwarmSetting(()))
+        self._numbers = itertools.count()
+
+    def _daemon(self, setting: SwarmSetting) -> Daemon:
+        return Daemon(setting, lambda text: None)
+
+    async def start(self) -> None:
+        await soon(asyncio.gather(self.called.start(), self.calling.start()))
+
+    async def close(self) -> None:
+        await soon(asyncio.gather(self.called.close(), self.calling.close()))
+        self.relay.close()
+
+    async def carrier(self, daemon: Daemon, secret: RunSecret, handler: Handler) -> SwarmCarrier:
+        """Another one of a daemon that runs."""
+        carrier = SwarmCarrier(daemon, secret, handler, say=lambda text: None)
+        await carrier._listen(daemon.p2p)
+        return carrier
+
+    @contextlib.asynccontextmanager
+    async def rig(self) -> AsyncIterator[Rig]:
+        self.relay.restore()
+        handler, arrivals = hall()
+        unused, _ = hall()
+        secret = RunSecret(f"token of rig {next(self._numbers)}")
+        called = await self.carrier(self.called, secret, handler)
+        calling = await self.carrier(self.calling, secret, unused)
+        peer = Peer("node-1", swarm=self.called.peer, swarm_addresses=await self.called.addresses())
+        dead = "QmVvbzNhJvkVWD3uTNHUGo6JrqmfYQbGVSRTdZxpBwdvyU"
+        nobody = Peer("node-9", swarm=dead, swarm_addresses=(f"/ip4/127.0.0.1/tcp/9/p2p/{dead}",))
+        rig = Rig(calling, called, peer, nobody, self.relay.cut, arrivals)
+        try:
+            yield rig
+        finally:
+            await rig.close()
+
+
+MakeRig = Callable[[], AbstractAsyncContextManager[Rig]]
+
+RIGS: dict[str, MakeRig] = {"memory": memory_rig, "direct": direct_rig, "tunnel": tunnel_rig}
+SWARM = "swarm"  # made by daemons that have been started
+NEEDS_SWARM = pytest.mark.skipif(
+    importlib.util.find_spec("hivemind") is None, reason="hivemind is missing: pip install 'atoll[swarm]'"
+)

@@ -7,19 +7,40 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from node.exchange.peers.base import PeerStream
 from node.exchange.retry import within
 from node.exchange.trouble import Trouble
 from protos.wire import MAX_MESSAGE_BYTES
-from tests.node.peers.carriers_rig import RIGS, Rig, Served, soon
+from tests.node.peers.carriers_rig import NEEDS_SWARM, RIGS, SWARM, Daemons, MakeRig, Rig, Served, soon
 
 MANY = 96  # messages of the largest size: more than any carrier holds on its way
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture(params=RIGS)
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    async with RIGS[request.param]() as made:
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def daemons() -> AsyncIterator[Daemons]:
+    daemons = Daemons()
+    try:
+        await daemons.start()
+        yield daemons
+    finally:
+        await daemons.close()
+
+
+@pytest.fixture(params=[*RIGS, pytest.param(SWARM, marks=NEEDS_SWARM)])
+def make(request: pytest.FixtureRequest) -> MakeRig:
+    if request.param == SWARM:
+        daemons: Daemons = request.getfixturevalue("daemons")
+        return daemons.rig
+    return RIGS[request.param]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(make: MakeRig) -> AsyncIterator[Rig]:
+    async with make() as made:
         yield made
 
 
@@ -166,10 +187,11 @@ async def test_what_a_handler_says_last_arrives_though_the_caller_still_writes(r
                 await mine.write(b"more" * 100_000)
 
     flooding = asyncio.ensure_future(flood())
+    reading = asyncio.ensure_future(read_all(mine))
     for message in told:
         await soon(served.stream.write(message))
     served.leave()
-    assert await soon(read_all(mine)) == told
+    assert await soon(reading) == told
     mine.cancel()
     await soon(flooding)
 
@@ -261,10 +283,9 @@ async def test_an_unreachable_peer_is_trouble(rig: Rig) -> None:
 # ------------------------------------------------------------------------------------------- closing
 
 
-@pytest.mark.parametrize("name", RIGS)
-async def test_closing_leaves_no_task_and_breaks_what_is_open(name: str) -> None:
+async def test_closing_leaves_no_task_and_breaks_what_is_open(make: MakeRig) -> None:
     before = asyncio.all_tasks()
-    async with RIGS[name]() as rig:
+    async with make() as rig:
         await finish(*await rig.stream())
         open_streams = [await rig.stream() for _ in range(3)]
         waiting = [asyncio.ensure_future(mine.read()) for mine, _ in open_streams]

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from node.events import RoundDone
-from node.exchange.peers.setting import PeerSetting, Transport
-from protos.address import Address
-from protos.runfile import RunFile
-from tests.node.fleet import DEADLINE, Fleet, Log, tiny_node, tiny_tables
-from tests.node.tiny import run_file
+from node.exchange.peers.setting import Transport
+from tests.node.fleet import Fleet
+from tests.node.peers.carriers_rig import NEEDS_SWARM
+from tests.node.peers.mesh_rig import CASES, most_reducers, played
 
-ROUNDS = 5
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sign-muon": ("sign-muon", {}),
-    "ddp-adamw": ("ddp-adamw", {}),
-    "lordo": ("lordo", {"local_steps": 2, "rank": 2}),
-    "muloco-1bit": ("muloco-1bit", {"local_steps": 2}),
-    "diloco": ("diloco", {"local_steps": 2}),
-}
-LOOPBACK = Address("127.0.0.1", 0)
 MIXED: tuple[Transport, ...] = ("direct", "hub", "direct")
-
-
-def transported(run: RunFile, transport: str) -> RunFile:
-    return run.model_copy(update={"exchange": run.exchange.model_copy(update={"transport": transport})})
-
-
-def played(fleet: Fleet, case: str, transports: tuple[Transport, ...]) -> tuple[list[str], Log]:
-    """The digest after each round, on which all nodes agree."""
-    method, settings = CASES[case]
-    kind = "hub" if set(transports) == {"hub"} else "direct"
-    run = transported(run_file(ROUNDS, method, settings, nodes=len(transports)), kind)
-    coordinator = fleet.coordinator(run, tiny_tables(run))
-    log = Log()
-    names = [f"n{index}" for index in range(len(transports))]
-    nodes = [
-        fleet.pool.submit(
-            tiny_node,
-            run,
-            coordinator.invite,
-            name,
-            log.listener(name),
-            peers=None if kind == "hub" else PeerSetting(transport, LOOPBACK),
-        )
-        for name, transport in zip(names, transports, strict=True)
-    ]
-    for node in nodes:
-        assert node.result(DEADLINE).done
-    digests = [[done.digest for done in log.of(name, RoundDone)] for name in names]
-    assert all(one == digests[0] and len(one) == ROUNDS for one in digests)
-    assert coordinator.outcome.result(DEADLINE).phase == "done"
-    return digests[0], log
+MIXED_WITH_SWARM: tuple[Transport, ...] = ("direct", "swarm", "hub", "auto")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -68,3 +25,17 @@ def test_all_transports_come_to_the_same_states(case: str, fleet: Fleet) -> None
 def test_with_any_number_of_nodes(case: str, members: int, fleet: Fleet) -> None:
     expected, _ = played(fleet, case, ("hub",) * members)
     assert played(fleet, case, ("direct",) * members)[0] == expected
+
+
+@NEEDS_SWARM
+@pytest.mark.parametrize("case", ["sign-muon", "lordo"])
+@pytest.mark.parametrize(
+    ("transports", "reducers"), [(("swarm",) * 3, 3), (MIXED_WITH_SWARM, 3)], ids=["swarm", "mixed"]
+)
+def test_the_swarm_comes_to_the_same_states(
+    case: str, transports: tuple[Transport, ...], reducers: int, fleet: Fleet
+) -> None:
+    expected, _ = played(fleet, case, ("hub",) * len(transports))
+    digests, log = played(fleet, case, transports)
+    assert digests == expected
+    assert most_reducers(log) == reducers

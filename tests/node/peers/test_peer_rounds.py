@@ -10,9 +10,10 @@ import pytest
 from node.exchange.filling import Filling
 from optim.aggregate import ReducerMemory
 from optim.slices import slice_pieces, units
+from protos import atoll_pb2 as pb
 from protos.buckets import Bucket, BucketTable
 from tests.coordinator.coordinator_rig import coded_table, random_payload, voted_table
-from tests.node.peers.peer_rig import DEADLINE, Coordinator, expected
+from tests.node.peers.peer_rig import DEADLINE, Coordinator, Node, expected
 
 MIXED = BucketTable(
     (
@@ -257,6 +258,45 @@ def test_a_commit_that_came_before_the_payload_is_enough() -> None:
         commit = await nodes[2].reduce(order, payloads[2])
         assert not commit.counted and bytes(nodes[2].into) == expected(table, payloads[:2])
         assert not run.messages("abstention")
+        await run.close()
+
+    play(test)
+
+
+def test_a_topology_without_slices_is_of_later_rounds() -> None:
+    table = TABLES["votes"]
+
+    async def test() -> None:
+        run = Coordinator(table, names(2))
+
+        def without_slices(node: Node) -> None:
+            run.number += 1
+            topology = run.topology(node.node)
+            del topology.tables[:]
+            run.say(node, pb.CoordinatorMessage(topology=topology))
+
+        for node in run.nodes.values():
+            without_slices(node)
+        run.plan(names(2))
+        order = run.open(names(2))
+        payloads = [random_payload(i, table) for i in range(2)]
+        quick, cut_off = run.nodes.values()
+        run.hold_back = True
+        works = [
+            asyncio.ensure_future(node.reduce(order, payload))
+            for node, payload in zip(run.nodes.values(), payloads, strict=True)
+        ]
+        while len(run.holding) < 2:
+            await asyncio.sleep(0)
+        run.deaf.add(cut_off.node)
+        run.commit()
+        await works[0]
+        run.deaf.clear()
+        without_slices(cut_off)
+        await asyncio.sleep(0)
+        run.say(cut_off, pb.CoordinatorMessage(committed=run.commits[-1]))
+        assert (await works[1]).round == order.round
+        assert bytes(cut_off.into) == bytes(quick.into) == expected(table, payloads, order.round)
         await run.close()
 
     play(test)

@@ -17,8 +17,9 @@ from tests.node.swarm.swarm_rig import Site, children_named
 
 
 @pytest.fixture(scope="module")
-def sockets() -> Iterator[Path]:
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where daemons keep their sockets; short, as such paths must be. Nothing may be left in it."""
+    tmp_path_factory.getbasetemp()  # made where it usually is
     folder = Path(tempfile.mkdtemp(prefix="at-", dir="/tmp"))
     before, usual = set(Path("/tmp").glob("hivemind-*")), tempfile.tempdir
     tempfile.tempdir = str(folder)

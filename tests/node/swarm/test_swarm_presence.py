@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.retry import within
+from node.exchange import whereabouts
+from node.exchange.link import Limits, Link
+from node.exchange.meter import Meter
+from node.exchange.retry import Timing, within
 from node.exchange.swarm.presence import (
     MAX_RECORD,
     Presence,
@@ -16,6 +20,9 @@ from node.exchange.swarm.presence import (
     coordinator_record,
     parse_coordinator,
 )
+from protos import atoll_pb2 as pb
+from protos import wire
+from tests.node.fake_hub import FakeHub
 from tests.node.swarm.swarm_rig import SECONDS, Site
 
 PEER = "QmVvbzNhJvkVWD3uTNHUGo6JrqmfYQbGVSRTdZxpBwdvyU"
@@ -96,3 +103,25 @@ async def test_nodes_find_each_other_and_the_coordinator_that_has_moved(sites: l
     assert one.presence._secret.label("present") != Site("x", token="y").swarm.presence._secret.label(
         "present"
     )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_node_follows_the_coordinator_that_others_have_found(
+    sites: list[Site], hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whereabouts, "LOST_SECONDS", 0.0)
+    hub.run = pb.GetRunReply(protocol=wire.PROTOCOL, run_digest="run")
+    here, there = (site.swarm.presence for site in sites)
+    here.coordinator_is(hub.invite.address)
+    link = Link(replace(hub.invite, port=1), Meter(), Limits())
+    link.open()
+    follower = whereabouts.Follower(link, there, "run", Timing(), lambda text: None)
+
+    async def found() -> None:
+        while not await follower.lost():
+            pass
+
+    await within(SECONDS, "the coordinator", found())
+    assert link.address == hub.invite.address
+    assert (await link.get_run()).run_digest == "run"
+    await link.close()

@@ -1,0 +1,92 @@
+"""The bench of exchanges: its figures and bars from made-up calls, and a small real run on loopback."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bench import exchange
+from bench.exchange import GLOO, HIVEMIND, NODES, PLACES, THIN, Outcome, fill, link_bytes, node_bytes
+from bench.exchange_work import Call
+from bench.namespaces import NamespacesUnavailable
+from bench.report import Report
+
+MEGA = 1_000_000
+SLOW = PLACES[-1]
+FLOORS = {"hub": 2.0, "direct": 0.75, "swarm": 0.75}  # seconds of 50 M votes behind 100 Mbit/s
+
+
+def calls(seconds: float, data: float, control: int = 0) -> list[Call]:
+    """A round in which the last node was ready and done half a second after the others."""
+    half = round(data / 2)
+    late = Call(0.5, seconds, round(data), half, half, control)
+    return [Call(0.0, seconds - 0.5, round(data), half, half, control)] * (NODES - 1) + [late]
+
+
+def outcome(place: exchange.Place = SLOW, **slower: float) -> Outcome:
+    spans = {**{name: 1.2 * floor for name, floor in FLOORS.items()}, THIN: 0.95, HIVEMIND: 12.0, GLOO: 24.0}
+    rounds = {}
+    for name, seconds in spans.items():
+        data = 2 * node_bytes(name, NODES, exchange.PARAMETERS)
+        rounds[name] = [calls(seconds * slower.get(name, 1.0), data, 100)] * 3
+    return Outcome(place, exchange.PARAMETERS, rounds)
+
+
+def test_a_butterfly_moves_two_bits_a_parameter_and_a_hub_as_many_as_it_has_nodes() -> None:
+    assert node_bytes("direct", 2, 8 * MEGA) == MEGA
+    assert node_bytes("swarm", 8, 8 * MEGA) == 1.75 * MEGA
+    assert node_bytes("hub", 8, 8 * MEGA) == MEGA
+    assert link_bytes("hub", 8, 8 * MEGA) == 8 * MEGA
+    assert {name: outcome().floor(name) for name in FLOORS} == FLOORS
+
+
+def test_figures_are_of_the_slowest_node_and_hold_their_bars() -> None:
+    report = Report("exchange")
+    fill(report, [outcome()], bars=True)
+    figures = report.figures
+    assert figures["hub_over_floor_100m"] == pytest.approx(1.2)
+    assert figures["hivemind_over_swarm_100m"] == pytest.approx(12.0 / 0.9)
+    assert figures["gloo_over_direct_100m"] == pytest.approx(24.0 / 0.9)
+    assert figures["direct_thin_coordinator_100m"] == pytest.approx(0.95 / 0.9)
+    assert figures["bytes_over_formula_swarm_down_100m"] == pytest.approx(1.0)
+    assert report.missed() == []
+    slow = Report("exchange")
+    fill(slow, [outcome(swarm=1.5)], bars=True)
+    assert [text.split()[0] for text in slow.missed()] == [
+        "hivemind_over_swarm_100m",
+        "swarm_over_floor_100m",
+    ]
+
+
+def test_loopback_has_no_floor_and_a_quick_run_no_bars() -> None:
+    report = Report("exchange")
+    fill(report, [outcome(PLACES[0])], bars=True)
+    assert not any("over_floor" in name for name in report.figures)
+    quick = Report("exchange")
+    fill(quick, [outcome(swarm=9.0)], bars=False)
+    assert not quick.bars
+
+
+def test_places_without_namespaces_are_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(place: exchange.Place, contenders: object, parameters: int) -> Outcome:
+        if place.rate is not None:
+            raise NamespacesUnavailable("they need root")
+        return outcome(place)
+
+    monkeypatch.setattr(exchange, "measure", measure)
+    report = exchange.run(quick=False)
+    assert {name.rpartition("_")[2] for name in report.figures} == {"loopback"}
+    assert sum("they need root" in note for note in report.notes) == 2
+
+
+@pytest.mark.slow
+def test_nodes_vote_by_hub_and_direct_and_count_the_formulas_bytes() -> None:
+    options = argparse.Namespace(only=None, without=["hivemind", "swarm"])
+    report = exchange.run(True, options)
+    for name in ("hub", "direct"):
+        assert report.figures[f"{name}_seconds_loopback"] > 0
+        for way in ("up", "down"):
+            assert report.figures[f"bytes_over_formula_{name}_{way}_loopback"] == pytest.approx(1, abs=0.01)
+        assert 0 < report.figures[f"control_share_{name}_loopback"] < 0.01
+    assert report.figures["gloo_over_direct_loopback"] > 0
