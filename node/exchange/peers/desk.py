@@ -23,7 +23,7 @@ from node.exchange.peers.slice_contribution import Rows
 from node.exchange.peers.slice_reducer import SliceReducer, SliceWork, Submit
 from node.exchange.peers.slice_stream import SliceStream
 from node.exchange.retry import SAY_SECONDS, Say, within
-from node.exchange.trouble import Trouble
+from node.exchange.trouble import Kind, Trouble
 from optim.aggregate import ReducerMemory
 from optim.slices import Slice
 from protos import atoll_pb2 as pb
@@ -206,7 +206,8 @@ class Desk:
         :data:`node.exchange.peers.base.Handler`."""
         self._open += 1
         try:
-            if self._closed or self._open > self._limits.streams:
+            crowded = self._open > self._limits.streams and not isinstance(stream, Loopback)
+            if self._closed or crowded:
                 raise Refused(OVERLOADED, "this node takes no more streams now", "RESOURCE_EXHAUSTED")
             await self._serve(stream)
         except Refused as refusal:
@@ -222,7 +223,9 @@ class Desk:
         try:
             message = await within(self._limits.hello, "the first message of a stream", stream.read())
         except Trouble as trouble:
-            raise Refused(TRUNCATED, str(trouble)) from None
+            if trouble.kind is Kind.SILENT:
+                raise Refused(TRUNCATED, str(trouble)) from None
+            raise
         hello = read_hello(message, self._run_digest)
         local = isinstance(stream, Loopback)
         fetch = hello.WhichOneof("kind") == "fetch"
