@@ -37,6 +37,7 @@ TOKEN_BYTES: Final = 16
 COUNT_BITS: Final = 20  # of a topology's number, for those of one coordinator
 MAX_TEXT: Final = 256  # characters of an address
 MAX_ADDRESSES: Final = 16
+DETOUR_ROUNDS: Final = 64  # for which a node is believed that it cannot call another one
 SHUNNED_ROUNDS: Final = 8  # in which a node that failed as a reducer is none
 
 Dial = Callable[[str], Awaitable[str]]  # HOST:PORT; why nobody answers there, empty if somebody does
@@ -51,7 +52,8 @@ class Ways:
         why_not: why not, in words.
         dialing: the address that is being tried, and waited for: what did not answer before is not.
         shunned: the round up to which it does not reduce, as it has failed in one.
-        detours: nodes that reach it through the coordinator only, whatever it has announced.
+        detours: nodes that reach it through the coordinator only, whatever it has announced; each with the
+            round up to which that is taken for so.
         attempt: to reach it, one at a time.
     """
 
@@ -60,7 +62,7 @@ class Ways:
     why_not: str = ""
     dialing: str = ""
     shunned: int = -1
-    detours: set[str] = field(default_factory=set)
+    detours: dict[str, int] = field(default_factory=dict)
     attempt: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -152,13 +154,13 @@ class Mesh:
     def detour(self, node: Node, other: str) -> None:
         """A node reaches another one through the coordinator only."""
         if other in self._ways and other != node.node:
-            self._ways[other].detours.add(node.node)
+            self._ways[other].detours[node.node] = self._run.round + DETOUR_ROUNDS
 
     def departed(self, node: Node) -> None:
         """A node is gone."""
         self._ways.pop(node.node, None)
         for ways in self._ways.values():
-            ways.detours.discard(node.node)
+            ways.detours.pop(node.node, None)
 
     def close(self) -> None:
         """Try no more addresses."""
@@ -244,7 +246,8 @@ class Mesh:
     def _remote(self, ways: Ways) -> bool:
         """Whether more than half of the other members need the coordinator for calling a node."""
         names = self._run.registry.names()
-        return 2 * sum(name in ways.detours for name in names) > len(names) - 1
+        round_index = self._run.round
+        return 2 * sum(ways.detours.get(name, -1) >= round_index for name in names) > len(names) - 1
 
     def _way_key(self, name: str) -> tuple[str, ...]:
         ways = self._ways.get(name)

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from node.exchange.meter import Kind, Meter
+from node.exchange.meter import Kind as Counted
+from node.exchange.meter import Meter
 from node.exchange.peers.base import PeerStream
 from node.exchange.peers.desk_round import DeskRound
 from node.exchange.peers.hello import read_hello
@@ -385,7 +386,7 @@ class Desk:
         state = self._rounds.get(round_index)
         return state.finished() if state is not None else []
 
-    def _kind(self, round_index: int) -> Kind:
+    def _kind(self, round_index: int) -> Counted:
         """What a fetch counts as: part of the round in flight, or of catching up."""
         return "result" if round_index >= max(self._committed, *self._rounds, 0) else "state"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
@@ -59,6 +60,7 @@ class Ways:
         self._serve, self._meter, self._now, self._say = serve, meter, now, say
         self._shunned: dict[tuple[str, ...], float] = {}  # until when
         self._told: dict[str, str] = {}
+        self._detours: dict[str, float] = {}  # when that was told last
         self._serving: set[asyncio.Future[Any]] = set()
 
     async def open(
@@ -127,9 +129,10 @@ class Ways:
         if self._told.get(peer.node, best) != way:
             because = f" ({'; '.join(reasons)})" if reasons else ""
             self._say(f"{peer.node} is reached {_WORDS[way]} now{because}")
-            if way == "tunnel":
-                self._detour(peer.node, "; ".join(reasons))
         self._told[peer.node] = way
+        if way == "tunnel" != best and self._now() - self._detours.get(peer.node, -math.inf) > _SHUN_SECONDS:
+            self._detours[peer.node] = self._now()
+            self._detour(peer.node, "; ".join(reasons))
 
 
 def _key(peer: Peer, way: str) -> tuple[str, ...]:
