@@ -59,6 +59,7 @@ def hivemind() -> Library:
         raise SwarmTrouble(
             "daemon", f"hivemind cannot be loaded ({error}): install it with pip install 'atoll[swarm]'"
         ) from error
+    logging.addLevelName(logging.WARNING, "WARNING")  # it has changed that name for the whole process
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.ERROR)  # its warnings are about peers that have left
     return Library(
