@@ -19,6 +19,7 @@ from node.exchange.swarm.setting import SwarmSetting
 from node.exchange.trouble import Kind, Trouble
 
 _END_SECONDS: Final = 5.0
+_SILENT_ENDS: Final = 3  # of daemons in a row that are borne
 _SPAWN_TRIES: Final = 50
 _SPAWN_PAUSE: Final = 0.02  # seconds
 
@@ -113,7 +114,7 @@ async def start(
             startup_timeout=setting.daemon_seconds,
             check_if_identity_free=False,
         )
-        p2p = await _alone(create)
+        p2p = await _alive(lambda: _alone(create), started)
     except BaseException as error:
         for begun in started:
             await _end(begun)
@@ -130,6 +131,20 @@ async def start(
             f"daemon_seconds ({setting.daemon_seconds:g} s)",
         ) from error
     return Process(p2p, held)
+
+
+async def _alive(create: Callable[[], Awaitable[Any]], started: list[Any]) -> Any:
+    """Now and then p2pd ends before it has said a word, most of all where several start at the same time;
+    the next one lives."""
+    for _ in range(_SILENT_ENDS):
+        try:
+            return await create()
+        except Exception as error:
+            if not str(error).endswith("failed to start: None"):
+                raise
+            while started:
+                await _end(started.pop())
+    return await create()
 
 
 async def _alone(create: Callable[[], Awaitable[Any]]) -> Any:
