@@ -17,6 +17,7 @@ from coordinator.events import TopologyMade
 from coordinator.nodes import Node
 from coordinator.shares import Site
 from coordinator.topology import Assigned, moved, renewed
+from protos.address import peer
 from protos.atoll_pb2 import (
     CoordinatorMessage,
     Endpoint,
@@ -314,10 +315,5 @@ def seen_at(announced: str, address: str) -> str:
         return ""
     if host:
         return announced
-    kind, _, rest = address.partition(":")
-    seen = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else ""
-    return f"{_unquoted(seen)}:{port}" if seen else ""
-
-
-def _unquoted(host: str) -> str:
-    return host.replace("%5B", "[").replace("%5D", "]")
+    seen = peer(address)
+    return f"{seen.rpartition(':')[0]}:{port}" if seen != address else ""

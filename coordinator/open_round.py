@@ -6,6 +6,7 @@ How the result comes about is a subclass's: at the hub (:mod:`coordinator.active
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -34,7 +35,7 @@ class Made:
     slices: Sequence[SliceDigest] = ()
 
 
-class OpenRound:
+class OpenRound(ABC):
     """One round from its opening to its commit.
 
     A round that is to be committed is given to ``keep`` first, which makes it last and then calls the
@@ -90,17 +91,17 @@ class OpenRound:
 
     # --------------------------------------------------------------------------------- a subclass's part
 
+    @abstractmethod
     def _form(self, voters: tuple[str, ...]) -> None:
         """Make the result afresh, with these voters; ``self._voters`` are to be they."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _advance(self) -> None:
         """Go on making it, as far as that is possible now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _made(self, voters: tuple[str, ...]) -> Made | None:
         """The result with these voters, if it is whole; it will be committed."""
-        raise NotImplementedError
 
     # --------------------------------------------------------------------------------------------- events
 
@@ -185,11 +186,10 @@ class OpenRound:
         if verdict.action == "wait":
             self._wake_at(verdict.until)
             return
-        self.verdict = verdict
         if verdict.action == "fail":
-            self._finish()
-            self._on_close(self, verdict)
+            self._fail(verdict.reason)
             return
+        self.verdict = verdict
         if verdict.voters != self._voters:
             self._form(verdict.voters)
         self._advance()

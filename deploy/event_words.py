@@ -8,7 +8,8 @@ from coordinator import events
 from coordinator.rounds import listed
 from deploy import progress
 from deploy.event_log import Event, EventsLost
-from deploy.table import number, peer, percent
+from deploy.table import number, percent
+from protos.address import peer
 from protos.units import format_bytes, format_duration
 
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 from deploy.status import StatusError
-from deploy.table import peer, present, progress_line, trained
+from deploy.table import present, progress_line, trained
 from deploy.watch import ENDED, Source
 from protos import atoll_pb2 as pb
+from protos.address import peer
 
 LOOK_SECONDS = 1.0
 PROGRESS_SECONDS = 10.0  # between two lines about rounds

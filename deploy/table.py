@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from urllib.parse import unquote
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from protos import atoll_pb2 as pb
+from protos.address import peer
 from protos.units import format_bytes, format_duration
 
 MISSING = "–"
@@ -29,12 +29,6 @@ def number(value: float, digits: int = 3) -> str:
 def percent(value: float) -> str:
     """A share of 1 as a percentage with one decimal, or a dash."""
     return f"{100 * value:.1f} %" if math.isfinite(value) else MISSING
-
-
-def peer(address: str) -> str:
-    """``HOST:PORT`` of a peer as gRPC names it: ``ipv6:%5B::1%5D:5000`` is ``[::1]:5000``."""
-    kind, separator, rest = unquote(address).partition(":")
-    return rest if separator and kind in ("ipv4", "ipv6") else address
 
 
 class Fitting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 _LABEL = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
 _HOST_NAME = re.compile(rf"(?=.{{1,254}}$){_LABEL}(?:\.{_LABEL})*\.?")
@@ -59,6 +60,12 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def peer(address: str) -> str:
+    """``HOST:PORT`` of a peer as gRPC names it: ``ipv6:%5B::1%5D:5000`` is ``[::1]:5000``."""
+    kind, separator, rest = unquote(address).partition(":")
+    return rest if separator and kind in ("ipv4", "ipv6") else address
 
 
 def _is_host(host: str) -> bool:

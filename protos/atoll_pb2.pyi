@@ -542,8 +542,8 @@ Global___SliceTrouble: _TypeAlias = SliceTrouble  # noqa: Y015
 
 @_typing.final
 class Holding(_message.Message):
-    """A member has received the results of all slices of a round in flight. A round is committed only once somebody
-    beside its reducers holds the result.
+    """A member has received the results of all slices of a round in flight. A round is committed only once, for each of
+    its reducers, somebody else holds the whole result, as far as another voter receives it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -6,8 +6,9 @@ import math
 from rich.console import Console, RenderableType
 
 from deploy.status import plain
-from deploy.table import MISSING, number, peer, percent, progress_line, roster_table, status_view
+from deploy.table import MISSING, number, percent, progress_line, roster_table, status_view
 from protos import atoll_pb2 as pb
+from protos.address import peer
 
 
 def _reply() -> pb.StatusReply:
