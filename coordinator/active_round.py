@@ -7,17 +7,13 @@ starts. CPU work runs on a pool thread, one job at a time; tiny payloads are red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Final
 
 from coordinator.contribution import Contribution, check_header
-from coordinator.journal import Done
 from coordinator.lane_layout import LaneLayout
-from coordinator.member import Member
-from coordinator.open_round import Made, OpenRound
+from coordinator.open_round import Made, Opening, OpenRound
 from coordinator.reducing import Reducing
-from coordinator.rounds import Policy, State, Verdict
-from coordinator.timer import Timer
+from coordinator.rounds import State
 from optim.aggregate import Aggregation
 from optim.reduction import INLINE_BYTES, Reduction
 from protos.atoll_pb2 import ContributionHeader
@@ -29,28 +25,8 @@ MAX_BROKEN_STREAMS: Final = 3  # of one member in one round; then it is not wait
 class ActiveRound(OpenRound):
     """A round whose contributions come to the coordinator, which reduces them; see :class:`OpenRound`."""
 
-    def __init__(
-        self,
-        round_index: int,
-        epoch: int,
-        members: Iterable[Member],
-        *,
-        policy: Policy,
-        reducing: Reducing,
-        timer: Timer,
-        on_close: Callable[[OpenRound, Verdict], None],
-        keep: Callable[[OpenRound, Done], None] = lambda active, done: done(None),
-    ) -> None:
-        super().__init__(
-            round_index,
-            epoch,
-            members,
-            policy=policy,
-            table=reducing.table,
-            timer=timer,
-            on_close=on_close,
-            keep=keep,
-        )
+    def __init__(self, opening: Opening, reducing: Reducing) -> None:
+        super().__init__(opening)
         self._shared = reducing
         self._reduction: Reduction | None = None
         self._busy = False

@@ -43,7 +43,7 @@ def check_header(header: ContributionHeader, table: BucketTable, lane: LaneLayou
         )
 
 
-class Contribution:
+class Contribution(Upload):
     """An upload whose header has been accepted.
 
     Args:
@@ -56,36 +56,18 @@ class Contribution:
     """
 
     def __init__(self, row: Bytes, inspection: Inspection, lane: LaneLayout) -> None:
+        super().__init__(lane.up.nbytes)
         self.lane = lane
         self.reach = lane.up.reach(0, len(row))
         self._row = row
         self._inspection = inspection
-        self._upload = Upload(lane.up.nbytes, self._take)
 
-    @property
-    def received(self) -> int:
-        """Bytes of the lane so far; they are contiguous from 0."""
-        return self._upload.received
-
-    @property
-    def complete(self) -> bool:
-        """Whether the last frame has come and everything was right."""
-        return self._upload.complete
-
-    def feed(self, frame: Frame) -> None:
-        """Take the next frame.
-
-        Raises:
-            Refused: see :meth:`protos.upload.Upload.feed`, or the bytes must not be decoded.
-        """
-        self._upload.feed(frame)
-
-    def _take(self, offset: int, view: memoryview) -> None:
-        layout, end = self.lane.up, offset + len(view)
-        body = np.frombuffer(view, np.uint8)
+    def _take(self, offset: int, body: memoryview) -> None:
+        layout, end = self.lane.up, offset + len(body)
+        rest = np.frombuffer(body, np.uint8)
         for start, stop in layout.spread(offset, end):
-            self._row[start:stop] = body[: stop - start]
-            body = body[stop - start :]
+            self._row[start:stop] = rest[: stop - start]
+            rest = rest[stop - start :]
         self.reach = layout.reach(end, len(self._row))
         for start, stop in layout.spread(offset, end):  # a bucket lies within one range
             self._inspection.check(self._row, start, stop)

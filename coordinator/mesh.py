@@ -66,6 +66,11 @@ class Ways:
     detours: dict[str, int] = field(default_factory=dict)
     attempt: asyncio.Task[None] | None = field(default=None, repr=False)
 
+    def give_up(self) -> None:
+        """Try the address no longer."""
+        if self.attempt is not None:
+            self.attempt.cancel()
+
 
 class Mesh:
     """The nodes of a run as they reach each other.
@@ -92,7 +97,6 @@ class Mesh:
         self._ways: dict[str, Ways] = {}
         self._assigned: dict[str, tuple[Assigned, ...]] = {}  # by the digest of the table
         self._made_of: object = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def settling(self) -> str:
@@ -123,8 +127,7 @@ class Mesh:
         ways = self._ways[node.node] = Ways(endpoint)
         if before is not None:
             ways.shunned = before.shunned
-            if before.attempt is not None:
-                before.attempt.cancel()
+            before.give_up()
         address = seen_at(endpoint.direct, node.address)
         if not address or self._transport in ("hub", "swarm"):
             return
@@ -133,9 +136,7 @@ class Mesh:
         else:
             ways.why_not = "" if before is None else before.why_not
             ways.dialing = "" if ways.why_not else address
-            task = ways.attempt = asyncio.ensure_future(self._try(node.node, ways, address, self.dial))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            ways.attempt = asyncio.ensure_future(self._try(node.node, ways, address, self.dial))
 
     async def _try(self, name: str, ways: Ways, address: str, dial: Dial) -> None:
         try:
@@ -159,14 +160,15 @@ class Mesh:
 
     def departed(self, node: Node) -> None:
         """A node is gone."""
-        self._ways.pop(node.node, None)
+        if (gone := self._ways.pop(node.node, None)) is not None:
+            gone.give_up()
         for ways in self._ways.values():
             ways.detours.pop(node.node, None)
 
     def close(self) -> None:
         """Try no more addresses."""
-        for task in self._tasks:
-            task.cancel()
+        for ways in self._ways.values():
+            ways.give_up()
 
     # ---------------------------------------------------------------------------------------------- topology
 

@@ -35,40 +35,50 @@ class Made:
     slices: Sequence[SliceDigest] = ()
 
 
-class OpenRound(ABC):
-    """One round from its opening to its commit.
+@dataclass(frozen=True)
+class Opening:
+    """What a round begins with.
 
-    A round that is to be committed is given to ``keep`` first, which makes it last and then calls the
-    function that it is given, with an error if that failed: a commit is not announced before. ``on_close`` is
-    called exactly once, on the event loop, with the closing verdict, and never after :meth:`stop`; after a
-    commit the result is complete and valid by then.
+    Attributes:
+        round: its number.
+        epoch: of the roster.
+        members: of that, in slot order.
+        policy: when it closes.
+        table: what travels in it.
+        timer: its clock.
+        on_close: is called exactly once, on the event loop, with the closing verdict, and never after
+            :meth:`OpenRound.stop`; after a commit the result is complete and valid by then.
+        keep: is given a round that is to be committed; it makes that last and then calls the function that
+            it is given, with an error if it failed: a commit is not announced before.
     """
 
-    def __init__(
-        self,
-        round_index: int,
-        epoch: int,
-        members: Iterable[Member],
-        *,
-        policy: Policy,
-        table: BucketTable,
-        timer: Timer,
-        on_close: Callable[[OpenRound, Verdict], None],
-        keep: Callable[[OpenRound, Done], None] = lambda active, done: done(None),
-    ) -> None:
-        self.round = round_index
-        self.epoch = epoch
-        self.members = {member.node: member for member in members}
-        self.result = Result(round_index, epoch)
-        self.opened_at = timer.now()
+    round: int
+    epoch: int
+    members: Sequence[Member]
+    policy: Policy
+    table: BucketTable
+    timer: Timer
+    on_close: Callable[[OpenRound, Verdict], None]
+    keep: Callable[[OpenRound, Done], None] = lambda active, done: done(None)
+
+
+class OpenRound(ABC):
+    """One round from its opening to its commit."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.round = opening.round
+        self.epoch = opening.epoch
+        self.members = {member.node: member for member in opening.members}
+        self.result = Result(opening.round, opening.epoch)
+        self.opened_at = opening.timer.now()
         self.first_at: float | None = None
         self.whole_at: list[float] = []  # when each contribution was there
         self.verdict: Verdict | None = None  # the closing one
-        self.table = table
-        self._policy = policy
-        self._timer = timer
-        self._on_close = on_close
-        self._keep = keep
+        self.table = opening.table
+        self._policy = opening.policy
+        self._timer = opening.timer
+        self._on_close = opening.on_close
+        self._keep = opening.keep
         self._alarm: Alarm | None = None
         self._alarm_at = 0.0
         self._voters: tuple[str, ...] = ()  # with whose votes the result is being made

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import xxhash
-
-from coordinator.journal import Done
-from coordinator.member import Member
-from coordinator.open_round import MAX_ALARM_DELAY, Made, OpenRound
+from coordinator.open_round import MAX_ALARM_DELAY, Made, Opening, OpenRound
 from coordinator.overdue import Standing, overdue
-from coordinator.rounds import Policy, State, Verdict
-from coordinator.timer import Alarm, Timer
+from coordinator.rounds import State
+from coordinator.timer import Alarm
 from coordinator.topology import Assigned
 from protos.atoll_pb2 import CoordinatorMessage, Reduce, SliceDigest, SliceNews
-from protos.buckets import BucketTable
+from protos.digests import slices_digest
 
 DIGEST_BYTES: Final = 16  # xxh3_128
 MAX_TROUBLES: Final = 3  # slices that one member has moved in one round; then the trouble is its own
@@ -61,30 +57,14 @@ class SlicedRound(OpenRound):
 
     def __init__(
         self,
-        round_index: int,
-        epoch: int,
-        members: Iterable[Member],
+        opening: Opening,
         *,
-        policy: Policy,
-        table: BucketTable,
-        timer: Timer,
-        on_close: Callable[[OpenRound, Verdict], None],
-        keep: Callable[[OpenRound, Done], None],
         assigned: Sequence[Assigned],
         topology: int,
         send: Callable[[str, CoordinatorMessage], None],
         move: Callable[[SlicedRound, Mapping[str, str]], None],
     ) -> None:
-        super().__init__(
-            round_index,
-            epoch,
-            members,
-            policy=policy,
-            table=table,
-            timer=timer,
-            on_close=on_close,
-            keep=keep,
-        )
+        super().__init__(opening)
         self.topology = topology
         self._parts = [_Part(one, topology) for one in assigned]
         self._send = send
@@ -234,8 +214,8 @@ class SlicedRound(OpenRound):
     def _made(self, voters: tuple[str, ...]) -> Made | None:
         if not all(part.digest for part in self._parts):
             return None
-        digest = xxhash.xxh3_128(b"".join(part.digest for part in self._parts))
-        if not self._outlasts(voters, digest.digest()):
+        digest = slices_digest(part.digest for part in self._parts)
+        if not self._outlasts(voters, digest):
             return None
         slices = [
             SliceDigest(
@@ -249,7 +229,7 @@ class SlicedRound(OpenRound):
         compared = sum(part.compared for part in self._parts)
         differing = [sum(counts) for counts in zip(*(part.differing for part in self._parts), strict=True)]
         shares = [1.0 - count / compared if compared else math.nan for count in differing]
-        return Made(digest.hexdigest(), dict(zip(voters, shares, strict=True)), slices)
+        return Made(digest.hex(), dict(zip(voters, shares, strict=True)), slices)
 
     def _outlasts(self, voters: Sequence[str], digest: bytes) -> bool:
         """Whether the result can still be had if any one node is lost, as far as there is somebody who

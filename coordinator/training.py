@@ -16,7 +16,7 @@ from coordinator.events import JournalTrouble, RoundCommitted, RoundOpened
 from coordinator.journal import Done
 from coordinator.member import Member
 from coordinator.nodes import Node
-from coordinator.open_round import OpenRound
+from coordinator.open_round import Opening, OpenRound
 from coordinator.ramp import ramp
 from coordinator.record import round_record
 from coordinator.reducing import Pool, Reducing
@@ -117,27 +117,20 @@ class Training:
     ) -> OpenRound:
         """The next round: between the nodes, or at the hub."""
         run = self._run
-        epoch = run.registry.roster.epoch
-        if slices is None:
-            return ActiveRound(
-                run.round,
-                epoch,
-                members,
-                policy=policy,
-                reducing=self._reducing[table.digest],
-                timer=run.timer,
-                on_close=self._closed,
-                keep=self._keep,
-            )
-        active = SlicedRound(
+        opening = Opening(
             run.round,
-            epoch,
+            run.registry.roster.epoch,
             members,
             policy=policy,
             table=table,
             timer=run.timer,
             on_close=self._closed,
             keep=self._keep,
+        )
+        if slices is None:
+            return ActiveRound(opening, self._reducing[table.digest])
+        active = SlicedRound(
+            opening,
             assigned=slices,
             topology=run.mesh.number,
             send=lambda node, message: run.send(run.registry.get(node), message),

@@ -121,6 +121,11 @@ def combine(digests: Mapping[str, str]) -> str:
     return hasher.hexdigest()
 
 
+def slices_digest(digests: Iterable[bytes]) -> bytes:
+    """The digest of a result that lies at nodes: xxh3_128 of those of its slices, 16 bytes each, in order."""
+    return xxhash.xxh3_128_digest(b"".join(digests))
+
+
 def state_digest(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> str:
     """The digest of a whole state, in hex, see :func:`combine`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
 import xxhash
 from google.protobuf.message import DecodeError
@@ -12,31 +12,33 @@ from protos.refusal import BAD_DIGEST, BAD_FRAME, OUT_OF_ORDER, OVERSIZED, TRUNC
 from protos.wire import CHUNK, END, Frame, encode_frame
 
 
-class Upload:
+class Upload(ABC):
     """Checks each frame, and hands its bytes on before the next one is taken.
 
     Args:
         nbytes: that have been announced.
-        take: is given the offset of some bytes and a view of them, which holds during the call; may raise
-            :class:`Refused`.
 
     Attributes:
         received: bytes so far; they are contiguous from 0.
         complete: the last frame has come and everything was right.
     """
 
-    def __init__(self, nbytes: int, take: Callable[[int, memoryview], None]) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.received = 0
         self.complete = False
-        self._take = take
         self._hasher = xxhash.xxh3_128()
+
+    @abstractmethod
+    def _take(self, offset: int, body: memoryview) -> None:
+        """Use these bytes, which are a view that holds during the call; may raise :class:`Refused`."""
 
     def feed(self, frame: Frame) -> None:
         """Take the next frame.
 
         Raises:
-            Refused: the frame is out of order, out of bounds, of the wrong kind, or the digest does not fit.
+            Refused: the frame is out of order, out of bounds, of the wrong kind, the digest does not fit, or
+                the bytes cannot be used.
         """
         if self.complete:
             raise Refused(BAD_FRAME, "a frame after the end of the contribution")

@@ -16,6 +16,7 @@ from coordinator.contribution import Contribution
 from coordinator.journal import Done, JournalError
 from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member
+from coordinator.open_round import Opening, OpenRound
 from coordinator.reducing import Pool, Reducing
 from coordinator.rounds import Policy, State, Verdict
 from optim.aggregate import ReducerMemory, casting_voter
@@ -54,14 +55,14 @@ class Case:
         round_index: int = 5,
         tally: Any = tally,
         memory: ReducerMemory | None = None,
-        keep: Callable[[ActiveRound, Done], None] = lambda active, done: done(None),
+        keep: Callable[[OpenRound, Done], None] = lambda active, done: done(None),
     ) -> None:
         self.table = table or voted_table(8)
         self.timer = VirtualTimer()
         self.closed: list[Verdict] = []
         rows = Slab(self.table.nbytes).rows(members)
         self.payloads = [random_payload(i, self.table) for i in range(members)]
-        self.round = ActiveRound(
+        opening = Opening(
             round_index,
             2,
             [
@@ -69,17 +70,19 @@ class Case:
                 for i, row in enumerate(rows)
             ],
             policy=POLICY,
-            reducing=Reducing.of(
-                self.table,
-                memory=memory or ReducerMemory(),
-                tally=tally,
-                pool=pool or InlinePool(),
-                piece_bytes=piece,
-            ),
+            table=self.table,
             timer=self.timer,
             on_close=lambda active, verdict: self.closed.append(verdict),
             keep=keep,
         )
+        reducing = Reducing.of(
+            self.table,
+            memory=memory or ReducerMemory(),
+            tally=tally,
+            pool=pool or InlinePool(),
+            piece_bytes=piece,
+        )
+        self.round = ActiveRound(opening, reducing)
         self.round.begin()
 
     def begin(self, i: int) -> Contribution:

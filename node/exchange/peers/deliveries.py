@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import xxhash
-
 from node.exchange.peers.delivery import Delivery, Means, Place
 from node.exchange.peers.plan import Plan
 from node.exchange.peers.upload import Contribution
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable
+from protos.digests import slices_digest
 
 
 class Deliveries:
@@ -117,7 +116,7 @@ class Deliveries:
         whole = [digest for digest in results if digest is not None]
         if len(whole) < len(results):
             return
-        held = self._number, xxhash.xxh3_128_digest(b"".join(whole))
+        held = self._number, slices_digest(whole)
         if held != self._told:
             self._told = held
             holding = pb.Holding(round=self._round, topology=held[0], digest=held[1])

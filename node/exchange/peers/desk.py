@@ -130,8 +130,9 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------ orders
 
-    def set_topology(self, message: pb.Topology, me: str) -> None:
-        """Who reduces what from now on; slices of the round in flight that stay here go on.
+    def set_topology(self, message: pb.Topology, me: str) -> Plan:
+        """Who reduces what from now on; slices of the round in flight that stay here go on. Returns the plan
+        that the message holds.
 
         Raises:
             Trouble: kind PROTOCOL: it cannot be used.
@@ -144,6 +145,7 @@ class Desk:
             state.follow(plan)
         self._rows.keep({share.slice.nbytes for share in parts if share.reducer == me})
         self._wake()
+        return plan
 
     def reduce(self, order: pb.Reduce) -> None:
         """With whose votes the slices of a round are made; the order that came last holds."""

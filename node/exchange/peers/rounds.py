@@ -109,8 +109,7 @@ class PeerRounds:
         """
         kind = message.WhichOneof("kind")
         if kind == "topology":
-            self._plan = Plan.of(message.topology, self._session.node)
-            self._desk.set_topology(message.topology, self._session.node)
+            self._plan = self._desk.set_topology(message.topology, self._session.node)
         elif kind == "reduce":
             self._desk.reduce(message.reduce)
         elif kind == "committed":

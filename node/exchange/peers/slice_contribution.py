@@ -10,7 +10,6 @@ from optim.aggregate import Bytes
 from optim.inspection import Inspection
 from optim.reduction import Slab
 from protos.upload import Upload
-from protos.wire import Frame
 
 
 class Rows:
@@ -39,37 +38,19 @@ class Rows:
         return sum(nbytes * len(rows) for nbytes, rows in self._free.items())
 
 
-class SliceContribution:
+class SliceContribution(Upload):
     """One sender's bytes of a slice, on their way into its row."""
 
     def __init__(self, row: Bytes, inspection: Inspection, base: int) -> None:
+        super().__init__(len(row))
         self._row: Bytes | None = row
         self._inspection = inspection
         self._base = base
-        self._upload = Upload(len(row), self._take)
-
-    @property
-    def received(self) -> int:
-        """Bytes so far, from the first without a gap."""
-        return self._upload.received
-
-    @property
-    def complete(self) -> bool:
-        """Whether all has come, and was right."""
-        return self._upload.complete
 
     @property
     def wanted(self) -> bool:
         """Whether it is not too late for what still comes."""
         return self._row is not None
-
-    def feed(self, frame: Frame) -> None:
-        """Take the next frame.
-
-        Raises:
-            Refused: see :meth:`protos.upload.Upload.feed`, or the bytes must not be decoded.
-        """
-        self._upload.feed(frame)
 
     def detach(self) -> None:
         """Write no more to the row: it is somebody else's now."""
