@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from coordinator.events import ignore
 from coordinator.journal_file import FileJournal
@@ -169,6 +170,16 @@ def beginning(folder: JournalFolder) -> str:
     return f"going on from round {found.round + 1:,} of the journal in {folder.path}{notes}"
 
 
+# Not logging's own names: libraries change those for the whole process (hivemind says WARN).
+_LEVELS: Final = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "critical",
+}
+
+
 class JsonFormatter(logging.Formatter):
     """A record as one JSON object: time (UTC), level, logger, message, and the traceback if there is one."""
 
@@ -176,7 +187,7 @@ class JsonFormatter(logging.Formatter):
         time = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
         values = {
             "time": time.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
+            "level": _LEVELS.get(record.levelno, f"level {record.levelno}"),
             "logger": record.name,
             "message": record.getMessage(),
         }
