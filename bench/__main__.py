@@ -35,6 +35,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "bench.overlap",
         "rounds that exchange while they compute against rounds that take turns, behind 100 Mbit/s",
     ),
+    "sweep": (
+        "bench.sweep",
+        "tokens per second of the methods behind links of 10 Mbit/s to 10 Gbit/s, beside what is planned",
+    ),
     "planner": (
         "bench.planner",
         "time, balance and padding of sharding plans for 70 billion to 2.4 trillion parameters",
@@ -67,6 +71,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "churn": (
         "bench.churn",
         "minutes in which nodes and the coordinator die and come at random: rounds, loss, a picture",
+    ),
+    "links": (
+        "bench.links",
+        "rates of 1 Mbit/s to 10 Gbit/s, delays, jitter and losses as asked for and as measured",
     ),
 }
 

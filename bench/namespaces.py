@@ -9,47 +9,32 @@ however it ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
-import shutil
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
+
+from deploy.links.commands import CommandError, run_command, signals_held_back, token_bucket
+from deploy.links.namespace import NAMES, enter, inside, why_not
+
+__all__ = [
+    "NAMES",
+    "NamespacesUnavailable",
+    "address",
+    "enter",
+    "linked",
+    "part",
+    "set_link",
+    "token_bucket",
+    "why_not",
+]
 
 INTERFACE: Final = "eth0"  # a rank's own, in its namespace
 SUBNET: Final = "10.77.0"
-COMMAND_SECONDS: Final = 20.0
-NAMES: Final = Path("/run/netns")
-CLONE_NEWNET: Final = 0x40000000
 
 
 class NamespacesUnavailable(RuntimeError):
     """Namespaces and links cannot be made here; the text says why."""
-
-
-def why_not() -> str | None:
-    """Why namespaces cannot be made by this process, or None if nothing speaks against it."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces are a thing of Linux"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"{' and '.join(missing)} (iproute2) not found" if missing else None
-
-
-def token_bucket(bits_per_second: int) -> list[str]:
-    """The arguments of ``tc`` for a link of that rate.
-
-    The bucket holds what 2 ms let through, and a whole 64 KiB segment where the rate is 50 Mbit/s or more;
-    a smaller one makes the kernel cut segments, which costs CPU time and a tenth of the rate.
-    """
-    burst = max(bits_per_second // 8 // 500, 3 * 1514, 70_000 if bits_per_second >= 50_000_000 else 0)
-    return ["tbf", "rate", f"{bits_per_second}bit", "burst", str(burst), "latency", "50ms"]
 
 
 @contextlib.contextmanager
@@ -72,7 +57,7 @@ def linked(ranks: int, bits_per_second: int | Sequence[int]) -> Iterator[list[st
     hub, names = f"atoll-{tag}-hub", [f"atoll-{tag}-{rank}" for rank in range(ranks)]
     held: list[int] = []
     try:
-        with _without_signals():
+        with signals_held_back():
             try:
                 for name in (*names, hub):
                     _command("ip", "netns", "add", name)
@@ -91,21 +76,6 @@ def linked(ranks: int, bits_per_second: int | Sequence[int]) -> Iterator[list[st
 def address(rank: int) -> str:
     """Of a rank's interface, as all of them see it."""
     return f"{SUBNET}.{rank + 1}"
-
-
-def enter(path: str) -> None:
-    """Move this thread, and the threads that it will start, into a namespace of :func:`linked`.
-
-    Raises ``OSError`` if the system refuses.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
-        if libc.setns(file, CLONE_NEWNET) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"cannot enter the network namespace {path}: {os.strerror(number)}")
-    finally:
-        os.close(file)
 
 
 def set_link(path: str, *, up: bool) -> None:
@@ -127,23 +97,13 @@ def part(path: str, address: str) -> None:
 
 
 def _within(path: str, *words: str) -> None:
-    problem: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            enter(path)
-            _command(*words)
-        except (NamespacesUnavailable, OSError) as error:
-            problem.append(error)
-
-    thread = threading.Thread(target=work, name="bench-link")  # it alone moves
-    thread.start()
-    thread.join()
-    if problem:
-        raise NamespacesUnavailable(str(problem[0])) from problem[0]
+    try:
+        inside(path, lambda: _command(*words))
+    except OSError as error:
+        raise NamespacesUnavailable(str(error)) from error
 
 
-def _build(hub: str, names: list[str], shapes: list[list[str]]) -> None:
+def _build(hub: str, names: list[str], shapes: list[tuple[str, ...]]) -> None:
     _command("ip", "-n", hub, "link", "add", "name", "switch", "type", "bridge")
     _command("ip", "-n", hub, "link", "set", "dev", "switch", "up")
     for rank, (name, shape) in enumerate(zip(names, shapes, strict=True)):
@@ -160,18 +120,6 @@ def _build(hub: str, names: list[str], shapes: list[list[str]]) -> None:
 
 def _command(*words: str) -> None:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise NamespacesUnavailable(f"{' '.join(words)}: no answer in {COMMAND_SECONDS:g} s") from None
-    if done.returncode:
-        raise NamespacesUnavailable(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
-
-
-@contextlib.contextmanager
-def _without_signals() -> Iterator[None]:
-    """Hold back what would end the process; the commands that it starts inherit that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        run_command(*words)
+    except CommandError as error:
+        raise NamespacesUnavailable(str(error)) from None
