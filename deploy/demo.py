@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
@@ -24,6 +22,7 @@ from deploy.history import History
 from deploy.preset import Key, run_text
 from deploy.processes import Child, Children, ProcessError
 from deploy.progress import round_line
+from deploy.screen import Screen
 from deploy.status import StatusClient, StatusError
 from node.events import RoundDone
 from protos.invite import Invite
@@ -32,7 +31,6 @@ from protos.sections import DataConfig
 
 ROOT = Path(__file__).resolve().parents[1]  # where `python -m deploy.cli` finds this package
 POLL_SECONDS = 0.25
-LINE_SECONDS = 2.0  # between two lines where there is no terminal
 START_SECONDS = 120.0  # for a process to come up: torch alone may take half a minute on a cold disk
 STALL_SECONDS = 120.0  # without a new round
 LEAVE_SECONDS = 60.0  # for nodes to end by themselves after the last round
@@ -155,42 +153,6 @@ def run_files(options: Options) -> tuple[str, str]:
         ("method", "name"): BASELINE_METHOD,
     }
     return nodes, run_text(alone, "the baseline's run file")
-
-
-class Screen:
-    """A view that stays in place on a terminal, and lines now and then elsewhere."""
-
-    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
-        self._console = console
-        self._clock = clock
-        self._last = 0.0
-        self._line = ""
-        self._live: Live | None = None
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the view within the block; what was shown last stays."""
-        if not self._console.is_terminal:
-            yield
-            return
-        with Live(console=self._console, auto_refresh=False) as live:
-            self._live = live
-            try:
-                yield
-            finally:
-                self._live = None
-
-    def update(self, view: Callable[[], RenderableType], line: str, *, always: bool = False) -> None:
-        """Show ``view`` or, elsewhere, ``line`` if the last one is old enough or ``always``."""
-        if self._live is not None:
-            self._live.update(view(), refresh=True)
-        elif line != self._line and (always or self._clock() - self._last >= LINE_SECONDS):
-            self._last, self._line = self._clock(), line
-            self.say(line)
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        self._console.print(Text(text), soft_wrap=True)
 
 
 class Demo:

@@ -1,8 +1,10 @@
 """What each method would cost over given links: bytes, seconds and utilisation, and which one to take.
 
 An exchange: contributions and results flow at the same time, chunk by chunk, so that a node needs the longer
-of its two directions; the coordinator's machine takes in the contributions of all nodes and sends as many
-results. Steps made meanwhile (``overlap``) hide that much of it.
+of its two directions and a chunk of the other, as what comes back lags behind by one; the coordinator's
+machine takes in the contributions of all nodes and sends as many results. On a link every byte brings its
+share of headers along. Steps made meanwhile (``overlap``) hide that much of it. `python -m bench sweep` holds
+all this against real runs.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from typing import Final
 from deploy.costs import Costs
 from deploy.memory import StateBytes
 from protos.units import format_bytes, format_duration, format_rate
+from protos.upload import chunk_bytes
 
 BUSY: Final = 0.9  # utilisation that is asked for
-LATENCY_SECONDS: Final = 0.05  # of an exchange beside its bytes: two ways and the decision
+DECISION_SECONDS: Final = 0.02  # of an exchange, in the processes of nodes and coordinator
+LATENCY_SECONDS: Final = 0.03 + DECISION_SECONDS  # of an exchange beside its bytes: there, back, the decision
+HEADERS: Final = 1514 / 1448  # bytes on a link for each of a payload: Ethernet, IP, TCP
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,11 @@ def estimate(offer: Offer, situation: Situation) -> Estimate:
     hidden = offer.overlap * situation.step_seconds
     node, hub, whole, waiting = [], [], [], []
     for index in costs.tables.cycle:
-        up, down = 8 * costs.tables.tables[index].nbytes, 8 * costs.tables.tables[index].result_nbytes
-        node.append(max(up / situation.uplink, down / situation.downlink))
-        hub.append(nodes * max(up / situation.hub_downlink, down / situation.hub_uplink))
+        table = costs.tables.tables[index]
+        up, down = 8 * HEADERS * table.nbytes, 8 * HEADERS * table.result_nbytes
+        share = min(1.0, chunk_bytes(table.nbytes) / max(1, table.nbytes))
+        node.append(both_ways(up / situation.uplink, down / situation.downlink, share))
+        hub.append(nodes * both_ways(up / situation.hub_downlink, down / situation.hub_uplink, share))
         whole.append(situation.latency + max(node[-1], hub[-1]))
         waiting.append(max(0.0, whole[-1] - hidden))
     return Estimate(
@@ -127,6 +134,14 @@ def estimate(offer: Offer, situation: Situation) -> Estimate:
         parameters=costs.parameters,
         state=costs.state,
     )
+
+
+def both_ways(up: float, down: float, share: float) -> float:
+    """Seconds of an exchange whose ways take ``up`` and ``down`` alone, in chunks of a ``share`` of both.
+
+    Each chunk comes back once it has arrived.
+    """
+    return max(up + share * down, share * up + down)
 
 
 def _mean(values: Sequence[float]) -> float:
