@@ -1,0 +1,1 @@
+"""Prometheus' configuration, rules and alerts, and Grafana's dashboards as code."""
