@@ -21,10 +21,10 @@ REMEMBERED := $(shell cat $(VENV)/torch 2>/dev/null)
 CHOSEN := $(or $(TORCH),$(REMEMBERED),$(PINNED))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench proto clean force
+.PHONY: help setup demo test test-docker lint format bench proto clean force
 
 help: ## list the targets
-	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # What .venv was built for: another torch, or a tree that has been moved or copied, builds it anew.
 ifneq ($(shell cat $(READY) 2>/dev/null),$(CHOSEN) in $(CURDIR))
@@ -51,11 +51,14 @@ demo: setup ## three nodes train on real text through a coordinator on this mach
 # Tests use the optional packages; a user's `make demo` does without their 400 MB.
 $(VENV)/extras: $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
-	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dev,fast,hf,island,swarm]'
+	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dashboard,dev,fast,hf,island,swarm]'
 	@touch $@
 
 test: lint $(VENV)/extras ## check style and types, then run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-docker: setup ## build the image, bring the multi-site bed up, break it, take it down
+	$(BIN)/python -m pytest -m docker tests/system/test_docker.py $(ARGS)
 
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .

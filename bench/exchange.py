@@ -17,12 +17,12 @@ import multiprocessing
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from bench.exchange_hivemind import AveragerFailed, Averagers, Seat, averagers
-from bench.exchange_work import Call, Carried, all_reduce, coordinate, join, leave, vote
+from bench.exchange_work import Call, Carried, all_reduce, coordinate, cpu_seconds, join, leave, vote
 from bench.island_ranks import LOOPBACK, Ranks, world
 from bench.namespaces import INTERFACE, NamespacesUnavailable, address, linked
 from bench.processes import started
@@ -35,7 +35,6 @@ TRANSPORTS: Final[tuple[Carried, ...]] = ("hub", "direct", "swarm")
 THIN: Final = "direct-thin"
 GLOO: Final = "gloo"
 HIVEMIND: Final = "hivemind"
-WARM_ROUNDS: Final = 6
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Place:
     Attributes:
         repeats: of the whole sequence of contenders.
         rounds: of each of our transports in a repetition.
+        warm: rounds before. Until a node keeps as many results as it ever does, each takes memory that the
+            process has never had, which costs a fast link's round a tenth of its time.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Place:
     rate: int | None
     repeats: int
     rounds: int
+    warm: int = 6
 
     @property
     def bandwidth(self) -> float | None:
@@ -60,8 +62,8 @@ class Place:
 
 
 PLACES: Final = (
-    Place("loopback", "_loopback", None, 3, 5),
-    Place("1 Gbit/s", "_1g", 1_000_000_000, 3, 5),
+    Place("loopback", "_loopback", None, 3, 5, warm=34),
+    Place("1 Gbit/s", "_1g", 1_000_000_000, 3, 5, warm=34),
     Place("100 Mbit/s", "_100m", 100_000_000, 3, 3),
 )
 QUICK: Final = Place("loopback", "_loopback", None, 2, 3)
@@ -77,12 +79,14 @@ class Outcome:
         parameters: that were voted on.
         calls: of each contender, by round and by node.
         problem: why hivemind's averager was given up, if it was.
+        coordinators: CPU seconds of a transport's coordinator, by round.
     """
 
     place: Place
     parameters: int
     calls: dict[str, list[list[Call]]]
     problem: str = ""
+    coordinators: dict[str, list[float]] = field(default_factory=dict)
 
     def seconds(self, contender: str) -> float:
         """Median over rounds, from the first node that was ready to the last one that was done."""
@@ -97,8 +101,12 @@ class Outcome:
         return median([sum(c.sent for c in of) / NODES for of in calls]) / 1e6
 
     def counted(self, contender: str, field: str) -> float:
-        """Bytes of a node, on average of the median round."""
+        """Bytes, or CPU seconds, of a node, on average of the median round."""
         return median([sum(float(getattr(c, field)) for c in of) / NODES for of in self.calls[contender]])
+
+    def busiest(self, contender: str) -> float:
+        """CPU seconds of a round, of a node or of the coordinator, whichever has more to do."""
+        return max(self.counted(contender, "cpu"), median(self.coordinators[contender]))
 
     def floor(self, contender: str) -> float:
         """Seconds that the link with the most to carry needs for its busier direction."""
@@ -168,6 +176,8 @@ def _measure(
     hosts = [address(rank) for rank in range(len(namespaces))] or ["127.0.0.1"] * (NODES + 1)
     ours = [name for name in (*TRANSPORTS, THIN) if name in contenders]
     calls: dict[str, list[list[Call]]] = defaultdict(list)
+    coordinators: dict[str, int] = {}
+    spent: dict[str, list[float]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(world(NODES, namespaces[:NODES] or None))
         forks = "forkserver" in multiprocessing.get_all_start_methods()  # its server has torch, see Ranks
@@ -176,13 +186,13 @@ def _measure(
             seat = NODES + 1 if name == THIN else NODES
             carried: Carried = "direct" if name == THIN else name  # type: ignore[assignment]
             space = namespaces[seat] if namespaces else ""
-            invite = stack.enter_context(
+            invite, coordinators[name] = stack.enter_context(
                 started(context, coordinate, carried, NODES, parameters, hosts[seat], space)
             )
             ranks.run(join, NODES, name, carried, invite, parameters, hosts[:NODES], str(folder))
         stack.callback(_leave, ranks)
         for name in ours:
-            for _ in range(WARM_ROUNDS):
+            for _ in range(place.warm):
                 ranks.run(vote, NODES, name)
         if GLOO in contenders:
             ranks.run(all_reduce, NODES, parameters // 8)  # connections
@@ -194,7 +204,9 @@ def _measure(
         for _ in range(place.repeats):
             for name in ours:
                 for _ in range(place.rounds):
+                    before = cpu_seconds(coordinators[name])
                     calls[name].append(ranks.run(vote, NODES, name))
+                    spent[name].append(cpu_seconds(coordinators[name]) - before)
             if GLOO in contenders:
                 calls[GLOO].append(ranks.run(all_reduce, NODES, parameters))
             if group is not None:
@@ -202,7 +214,7 @@ def _measure(
                     calls[HIVEMIND].append(group.average())
                 except AveragerFailed as error:
                     group, problem = None, str(error)
-    return Outcome(place, parameters, dict(calls), problem)
+    return Outcome(place, parameters, dict(calls), problem, dict(spent))
 
 
 def _leave(ranks: Ranks) -> None:
@@ -232,7 +244,7 @@ def _hivemind(
 
 def fill(report: Report, outcomes: Sequence[Outcome], *, bars: bool) -> None:
     """Figures and tables."""
-    for add in (_ratios, _bytes, _seconds):
+    for add in (_ratios, _bytes, _seconds, _cpu):
         for outcome in outcomes:
             add(report, outcome, bars)
     for outcome in outcomes:
@@ -249,6 +261,10 @@ def fill(report: Report, outcomes: Sequence[Outcome], *, bars: bool) -> None:
     report.note("seconds: payload in memory until the result is there, of the slowest of the nodes; medians")
     report.note("hivemind: its DecentralizedAverager in fp16, group found before; gloo: all-reduce in fp32")
     report.note("direct-thin: direct, with a coordinator whose link carries 1 Mbit/s")
+    report.note(
+        "cpu: of a node, its daemon included, and of the coordinator, seconds a round; over_floor: of the"
+    )
+    report.note("busier of the two: below 1 the link is what a machine with a core for each waits for")
     report.note("all processes, hivemind's and libp2p's too, share the cores of this machine")
 
 
@@ -287,3 +303,14 @@ def _bytes(report: Report, outcome: Outcome, bars: bool) -> None:
 def _seconds(report: Report, outcome: Outcome, bars: bool) -> None:
     for name in outcome.calls:
         report.add(f"{name.replace('-', '_')}_seconds{outcome.place.suffix}", outcome.seconds(name))
+
+
+def _cpu(report: Report, outcome: Outcome, bars: bool) -> None:
+    for name in TRANSPORTS:
+        if not outcome.coordinators.get(name):
+            continue
+        suffix = outcome.place.suffix
+        report.add(f"{name}_cpu_seconds{suffix}", outcome.counted(name, "cpu"))
+        report.add(f"{name}_coordinator_cpu_seconds{suffix}", median(outcome.coordinators[name]))
+        if outcome.place.rate is not None:
+            report.add(f"{name}_cpu_over_floor{suffix}", outcome.busiest(name) / outcome.floor(name))

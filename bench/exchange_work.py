@@ -6,6 +6,8 @@ A rank is a node of several runs at once, one for each way that a vote can go, a
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ class Call:
         up: bytes of the vote and its results, counted at the transport.
         down: likewise, received.
         control: bytes of everything else, both ways.
+        cpu: seconds of CPU time of the rank, its daemon included, until all ranks were done.
     """
 
     start: float
@@ -49,6 +52,20 @@ class Call:
     up: int = 0
     down: int = 0
     control: int = 0
+    cpu: float = 0.0
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, of all its threads; Linux's alone can be asked for that of another."""
+    if pid == os.getpid():
+        return time.process_time()
+    return time.clock_gettime((~pid << 3) | 2) if sys.platform.startswith("linux") else 0.0
+
+
+def daemons() -> list[int]:
+    """The processes that this one has started."""
+    found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return [int(pid) for pids in found for pid in pids]
 
 
 def tables(elements: int) -> TableSchedule:
@@ -59,7 +76,7 @@ def tables(elements: int) -> TableSchedule:
 def coordinate(
     transport: Carried, nodes: int, elements: int, host: str, namespace: str, ready: Channel
 ) -> None:
-    """A coordinator of a run without end; puts its invite into ``ready``."""
+    """A coordinator of a run without end; puts its invite and its process id into ``ready``."""
     if namespace:
         enter(namespace)
     from coordinator.service import run_coordinator
@@ -85,7 +102,7 @@ transport = "{transport}"
         tables(elements),
         TOKEN,
         listen=Address(host, 0),
-        on_started=lambda at: ready.put(str(Invite(TOKEN, at.address.host, at.address.port))),
+        on_started=lambda at: ready.put((str(Invite(TOKEN, at.address.host, at.address.port)), os.getpid())),
     )
 
 
@@ -171,16 +188,19 @@ def vote(member: Member, name: str) -> Call:
     assert isinstance(order, RoundOrder), order
     member.barrier()
     counts, sent = exchange.meter.counts(), bytes_sent(member.interface)
+    processes = [os.getpid(), *(daemons() if name == "swarm" else [])]
+    cpu = sum(map(cpu_seconds, processes))
     start = time.monotonic()
     result = exchange.reduce(order, _standing.payload)
     end = time.monotonic()
     assert result.payload is not None and len(result.voters) == member.ranks, result.reason
     exchange.report(WorkReport(order.round, "0" * 32, 1.0, 1024, 0.1, 0.1))
     member.barrier()  # its report is on the way, and the last frames of other ranks have left
+    cpu = sum(map(cpu_seconds, processes)) - cpu
     counted = {key: after - counts[key] for key, after in exchange.meter.counts().items()}
     data = {way: sum(counted[way, kind] for kind in ("contribution", "result")) for way in ("up", "down")}
     control = sum(counted.values()) - sum(data.values())
-    return Call(start, end, bytes_sent(member.interface) - sent, data["up"], data["down"], control)
+    return Call(start, end, bytes_sent(member.interface) - sent, data["up"], data["down"], control, cpu)
 
 
 def all_reduce(member: Member, elements: int) -> Call:

@@ -115,9 +115,9 @@ def _node(
     import numpy as np
     import torch
 
+    from bench.claim import claim
     from node.exchange.base import RoundOrder
     from node.exchange.hub import HubExchange
-    from node.exchange.session import Claim
     from node.exchange.tensor_bytes import byte_view
     from optim import bits
     from protos.invite import Invite
@@ -135,19 +135,7 @@ def _node(
     exchange = HubExchange(Invite.parse(invite))
     rows: list[Row] = []
     try:
-        told = exchange.describe()
-        claim = Claim(
-            f"node {index}",
-            told.run_digest,
-            told.table_digest,
-            "0" * 64,
-            "float32",
-            "0" * 32,
-            0,
-            1,
-            state_bytes=1,
-        )
-        exchange.join(claim, _tables())
+        exchange.join(claim(exchange.describe(), f"node {index}"), _tables())
         for repetition in range(WARM_ROUNDS + repeats):
             order = exchange.next_order()
             assert isinstance(order, RoundOrder)

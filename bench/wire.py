@@ -118,9 +118,9 @@ def _coordinate(method: str, ready: Channel) -> None:
 def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier, results: Channel) -> None:
     import torch
 
+    from bench.claim import claim
     from node.exchange.base import RoundOrder, WorkReport
     from node.exchange.hub import HubExchange
-    from node.exchange.session import Claim
     from node.model import model_on_meta
     from optim.methods import build_method
     from protos.invite import Invite
@@ -138,19 +138,7 @@ def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier
             payload[start : start + bucket.elements // 8].random_(0, 256, generator=generator)
     exchange = HubExchange(Invite.parse(invite))
     try:
-        told = exchange.describe()
-        claim = Claim(
-            f"node {index}",
-            told.run_digest,
-            tables.digest,
-            "0" * 64,
-            "float32",
-            "0" * 32,
-            0,
-            1,
-            state_bytes=1,
-        )
-        exchange.join(claim, tables)
+        exchange.join(claim(exchange.describe(), f"node {index}"), tables)
         for number in range(WARM_ROUNDS + rounds):
             order = exchange.next_order()
             assert isinstance(order, RoundOrder) and order.round == number

@@ -18,6 +18,7 @@ from optim.aggregate import Aggregation
 from optim.reduction import INLINE_BYTES, Reduction
 from protos.atoll_pb2 import ContributionHeader
 from protos.refusal import DUPLICATE, WRONG_ROUND, Refused
+from protos.wire import CHUNK_BYTES
 
 MAX_BROKEN_STREAMS: Final = 3  # of one member in one round; then it is not waited for
 
@@ -153,6 +154,7 @@ class ActiveRound(OpenRound):
             aggregation,
             [member.row for member in members],
             attempt=self.result.attempt,
+            frame_bytes=CHUNK_BYTES,
             phase=self.round,
         )
         return self._reduction

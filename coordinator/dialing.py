@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -16,18 +17,33 @@ from protos.grpc_options import DIAL_OPTIONS
 from protos.wire import PEER_SERVICE, PROTOCOL
 
 DIAL_SECONDS: Final = 5.0
+MAX_SEEN: Final = 64  # characters of an address
 _NONCE_BYTES: Final = 16
+
+
+@dataclass(frozen=True)
+class Met:
+    """Who answers at an address: a node of the run, unless ``why_not`` says otherwise in words; ``seen`` is
+    the address, HOST:PORT, from which it was called."""
+
+    why_not: str = ""
+    seen: str = ""
 
 
 async def reach(address: str, run_digest: str, seconds: float = DIAL_SECONDS) -> str:
     """Ask whoever listens at ``address`` (HOST:PORT) to prove that it is a node of the run; an empty string,
     or in words why it is not within ``seconds``."""
+    return (await meet(address, run_digest, seconds)).why_not
+
+
+async def meet(address: str, run_digest: str, seconds: float = DIAL_SECONDS) -> Met:
+    """As :func:`reach`, and what it says of the call."""
     try:
         where = Address.parse(address)
     except AddressError as error:
-        return str(error)
+        return Met(str(error))
     if where.is_unspecified or not where.port:
-        return f"{where} is an address to listen on, not one to call"
+        return Met(f"{where} is an address to listen on, not one to call")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     hello = PeerHello(protocol=PROTOCOL, token=nonce).SerializeToString()
     async with grpc.aio.insecure_channel(str(where), options=DIAL_OPTIONS) as channel:
@@ -37,8 +53,8 @@ async def reach(address: str, run_digest: str, seconds: float = DIAL_SECONDS) ->
             )
             answer = await call(hello, timeout=seconds)
         except grpc.aio.AioRpcError as error:
-            return _why_not(error, where, seconds)
-    return _problem(answer, nonce, run_digest, where)
+            return Met(_why_not(error, where, seconds))
+    return _read(answer, nonce, run_digest, where)
 
 
 def _why_not(error: grpc.aio.AioRpcError, where: Address, seconds: float) -> str:
@@ -52,11 +68,15 @@ def _why_not(error: grpc.aio.AioRpcError, where: Address, seconds: float) -> str
     return f"what answers at {where} says {code.name}: {words}"
 
 
-def _problem(answer: bytes, nonce: bytes, run_digest: str, where: Address) -> str:
+def _read(answer: bytes, nonce: bytes, run_digest: str, where: Address) -> Met:
     try:
         told = PeerHello.FromString(answer)
     except DecodeError:
-        return f"what answers at {where} is not an Atoll node"
+        return Met(f"what answers at {where} is not an Atoll node")
+    return Met(_problem(told, nonce, run_digest, where), told.seen[:MAX_SEEN])
+
+
+def _problem(told: PeerHello, nonce: bytes, run_digest: str, where: Address) -> str:
     if not hmac.compare_digest(told.token, nonce):
         return f"what answers at {where} did not repeat what it was sent: something stands in between"
     if told.protocol != PROTOCOL:

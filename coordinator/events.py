@@ -118,6 +118,7 @@ class RoundCommitted:
     nbytes: int  # of the result
     agreement: float = math.nan  # mean over voters
     weights: tuple[int, ...] = ()  # of the voters
+    margin: float = math.nan  # of the votes: 1 unanimous, 0 a tie, mean over the bits
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,30 @@ class JournalTrouble:
 
 
 @dataclass(frozen=True)
+class RunPaused:
+    """The administrator has stopped the opening of rounds."""
+
+    round: int  # the next to commit
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunUnpaused:
+    """Rounds are opened again."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class NodeExpelled:
+    """The administrator has a node leave for good."""
+
+    node: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class CoordinatorStopped:
     """The run has ended, or its coordinator ends while the nodes wait for the next one."""
 
@@ -215,6 +240,9 @@ Event: TypeAlias = (
     | NodeDeviated
     | DigestAgreed
     | JournalTrouble
+    | RunPaused
+    | RunUnpaused
+    | NodeExpelled
     | CoordinatorStopped
 )
 Listener = Callable[[Event], None]

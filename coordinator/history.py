@@ -21,7 +21,8 @@ class Point:
     """Reports of one round.
 
     ``members`` had to report when it was committed, and a digest is agreed on by the most of them, whoever
-    has left since; ``agreement`` is the mean over its voters.
+    has left since; ``agreement`` is the mean over its voters, ``margin`` that over the bits, see
+    :func:`margin`.
     """
 
     round: int
@@ -33,12 +34,30 @@ class Point:
     validation_loss: float = math.nan
     bits_per_byte: float = math.nan
     judgement: Judgement = field(default_factory=lambda: Judgement(None, (), ""))
+    margin: float = math.nan
 
     @property
     def loss(self) -> float:
         """Mean over those who reported a finite loss, nats per token; NaN if nobody did."""
         finite = [loss for loss in self.losses.values() if math.isfinite(loss)]
         return sum(finite) / len(finite) if finite else math.nan
+
+
+def margin(agreements: Sequence[float], weights: Sequence[int]) -> float:
+    """How far from a tie votes were: ``abs(sum(w * vote)) / sum(w)``, mean over the bits; NaN without votes.
+
+    The vote of a bit is 1 or -1, and the result has the sign of the sum, so that the sum without its sign is
+    that of ``w`` over the voters with the result's bit less that over the others. A mean over the bits makes
+    of it what each voter's agreement tells: ``sum(w * (2 * agreement - 1)) / sum(w)``.
+
+    Args:
+        agreements: the share of each voter's bits that equal the result; NaN: nothing was voted.
+        weights: of the voters, as they were counted.
+    """
+    total = sum(weights)
+    if not total:
+        return math.nan
+    return sum(w * (2.0 * share - 1.0) for share, w in zip(agreements, weights, strict=True)) / total
 
 
 class History:
@@ -59,9 +78,11 @@ class History:
         if digest:
             self._agreed[round_index - 1] = digest
 
-    def committed(self, round_index: int, members: Sequence[str], agreement: float) -> None:
+    def committed(
+        self, round_index: int, members: Sequence[str], agreement: float, margin: float = math.nan
+    ) -> None:
         """A round is valid; its members will report."""
-        self._points[round_index] = Point(round_index, tuple(members), agreement)
+        self._points[round_index] = Point(round_index, tuple(members), agreement, margin=margin)
         while len(self._points) > CURVE_POINTS:
             _, oldest = self._points.popitem(last=False)
             self._tokens_before += oldest.tokens
@@ -141,11 +162,27 @@ class History:
                 return point.validation_loss, point.bits_per_byte
         return math.nan, math.nan
 
+    def losses(self, round_index: int) -> tuple[float, float]:
+        """Training and validation loss of a round of the tail; NaN where not measured."""
+        point = self._points.get(round_index)
+        return (math.nan, math.nan) if point is None else (point.loss, point.validation_loss)
+
     @property
     def agreement(self) -> float:
         """Mean agreement of the last committed round."""
         point = self._points.get(self.newest)
         return point.agreement if point else math.nan
+
+    @property
+    def margin(self) -> float:
+        """That of the last committed round, see :func:`margin`."""
+        point = self._points.get(self.newest)
+        return point.margin if point else math.nan
+
+    @property
+    def tokens(self) -> int:
+        """In all reports."""
+        return self._tokens_before + sum(point.tokens for point in list(self._points.values()))
 
     def curve(self) -> list[Curve]:
         """The tail, oldest first; tokens cumulative."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from coordinator.administration import barred
 from coordinator.admission import RunFacts, refusal
 from coordinator.ending import ENDED
 from coordinator.exchange import Exchange
@@ -44,6 +45,7 @@ from protos.refusal import (
     SECOND_SESSION,
     Refused,
 )
+from protos.traffic import OTHERS, Content, Traffic
 from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL, SESSION_UNKNOWN
 
 MAX_NODES: Final = 4096
@@ -69,6 +71,7 @@ class Hub:
         self._intake = Intake(run)
         self.bytes_in = 0  # messages of all calls, as they travel
         self.bytes_out = 0
+        self.traffic = Traffic()
         self.pacer = Pacer(
             now=run.now,
             exchanging=lambda: exchanging(run),
@@ -127,6 +130,9 @@ class Hub:
         )
         over = run.phase in ENDED and not (run.phase == "done" and known)
         problem = f"the run has ended: {run.reason}" if over else refusal(request, facts)
+        expelled = run.administration.record.expelled
+        why = barred(expelled, request.former, request.name, address, known=known)
+        problem = problem or why or None
         if problem is None and len(run.registry.nodes) >= MAX_NODES:
             problem = f"the run has {MAX_NODES} nodes already"
         if problem is not None:
@@ -205,6 +211,7 @@ class Hub:
         outbox = node.outbox = Outbox()
         node.seen_at = self._timer.now()
         self.run.arrived(node)
+        self.run.administration.arrived(node)
         return outbox
 
     def message(self, node: Node, data: bytes) -> None:
@@ -227,7 +234,7 @@ class Hub:
             ):
                 self.count(BAD_MESSAGE)
             else:
-                self.run.reported(node, report)
+                self.run.reports.take(node, report)
         elif kind == "ready":
             if self.run.ready(node, message.ready):
                 self.count(BAD_MESSAGE)
@@ -267,6 +274,7 @@ class Hub:
 
     def open_exchange(self, node: Node) -> Exchange:
         """A new Exchange stream of a node; its header will tell which older ones it replaces."""
+        self.traffic.compose(self.tables.of(self.run.round))
         while len(node.exchanges) >= STREAMS_A_RANK * node.ranks:
             self._intake.replace(node.exchanges[0])
         discards = 2 * (self.tables.nbytes + MAX_MESSAGE_BYTES)  # frames around small chunks included
@@ -288,6 +296,16 @@ class Hub:
     def count(self, kind: str) -> None:
         """Count a refused or ignored message."""
         self.run.count(kind)
+
+    def received(self, nbytes: int, content: Content = "control", peer: str = OTHERS) -> None:
+        """Count a message that has come."""
+        self.bytes_in += nbytes
+        self.traffic.add(peer, "received", content, nbytes)
+
+    def sent(self, nbytes: int, content: Content = "control", peer: str = OTHERS) -> None:
+        """Count a message that has been sent."""
+        self.bytes_out += nbytes
+        self.traffic.add(peer, "sent", content, nbytes)
 
     # ------------------------------------------------------------------------------------ states and results
 

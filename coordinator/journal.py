@@ -49,6 +49,31 @@ class RosterRecord:
 
 
 @dataclass(frozen=True)
+class ExpelledNode:
+    """A node that may not come back. ``host`` is where it called from, ``secret`` as in a
+    :class:`NodeRecord`."""
+
+    node: str
+    name: str
+    host: str
+    secret: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AdminRecord:
+    """What an administrator has ordered and still holds.
+
+    Attributes:
+        paused: why no round is opened; empty: rounds are.
+        expelled: in the order of the expulsions.
+    """
+
+    paused: str = ""
+    expelled: tuple[ExpelledNode, ...] = ()
+
+
+@dataclass(frozen=True)
 class SliceRecord:
     """Bytes ``start`` to ``end`` of a result that lies at nodes: their xxh3_128 and who has made them."""
 
@@ -153,8 +178,18 @@ class Journal(Protocol):
         """What was found when it was opened; ``None``: the run has not begun."""
         ...
 
+    @property
+    def administration(self) -> AdminRecord:
+        """The administrator's orders that were found, also of a run that has not begun."""
+        ...
+
     def begin(self, start: StartRecord) -> None:
-        """The run begins; whatever was written of an earlier beginning is void."""
+        """The run begins; whatever was written of an earlier beginning is void, but for the administrator's
+        orders."""
+        ...
+
+    def administer(self, record: AdminRecord) -> None:
+        """The administrator's orders have changed."""
         ...
 
     def roster(self, record: RosterRecord) -> None:
@@ -218,6 +253,7 @@ class MemoryJournal:
         self.memory: Mapping[str, F32] = {}
         self.next = 0
         self.samples = 0
+        self.administration = AdminRecord()
 
     @property
     def recovered(self) -> Recovered | None:
@@ -241,6 +277,10 @@ class MemoryJournal:
         self.start, self.next, self.samples = start, start.round, start.samples
         self.rosters, self.rounds, self.digests, self.memory = [], {}, {}, {}
         self.trained = 0
+
+    def administer(self, record: AdminRecord) -> None:
+        """See :class:`Journal`."""
+        self.administration = record
 
     def roster(self, record: RosterRecord) -> None:
         """See :class:`Journal`."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final
 
 from coordinator.journal import (
+    AdminRecord,
     Done,
     JournalError,
     Kept,
@@ -56,6 +57,7 @@ class FileJournal:
 
     def __init__(self, folder: JournalFolder, post: Post) -> None:
         self.recovered: Recovered | None = folder.recovered
+        self.administration: AdminRecord = folder.administration
         self._folder = folder
         self._post = post
         self._kept = folder.kept
@@ -70,6 +72,11 @@ class FileJournal:
         """See :class:`Journal`."""
         self._begun, self._next, self._kept = True, start.round, Ranges()
         self._write(lambda: self._begin(start))
+
+    def administer(self, record: AdminRecord) -> None:
+        """See :class:`Journal`."""
+        self.administration = record
+        self._record(lambda: self._folder.tables.put_administration(record), durable=True)
 
     def roster(self, record: RosterRecord) -> None:
         """See :class:`Journal`."""

@@ -6,6 +6,7 @@ results/          payloads of the results, see coordinator.segments
 reducer/          what the reducer carries on, see coordinator.memory_files
 snapshots/        states that newcomers load, not the journal's
 run.toml, token   the run file, and the secret of the invite (read by the owner alone)
+admin-token       the secret of the administrator (likewise)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import socket
 import sqlite3
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
-from coordinator.journal import JournalError, Recovered, RosterRecord
+from coordinator.journal import AdminRecord, JournalError, Recovered, RosterRecord
 from coordinator.journal_errors import OTHER_FOLDER, damaged, explained
 from coordinator.journal_tables import FORMAT, Tables
 from coordinator.memory_files import MemoryFiles
@@ -48,9 +50,11 @@ SNAPSHOTS: Final = "snapshots"
 LOCK: Final = "lock"
 RUN_FILE: Final = "run.toml"
 TOKEN: Final = "token"
+ADMIN_TOKEN: Final = "admin-token"
 RECENT_DIGESTS: Final = 512
 KEEP_BYTES: Final = 10 * 10**9  # of results
-_OURS: Final = (RESULTS, REDUCER, SNAPSHOTS, LOCK, TOKEN, f"{TOKEN}.partial")
+_SECRETS: Final = (TOKEN, ADMIN_TOKEN)
+_OURS: Final = (RESULTS, REDUCER, SNAPSHOTS, LOCK, *_SECRETS, *(f"{name}.partial" for name in _SECRETS))
 
 
 class JournalFolder:
@@ -62,6 +66,7 @@ class JournalFolder:
         keep_bytes: how much of results is kept, see :class:`coordinator.journal_file.FileJournal`.
         kept: rounds whose results can be loaded.
         recovered: what was found; ``None``: the run has not begun.
+        administration: the administrator's orders that were found.
         forget: results before this round may go.
         ended: whether the run is done and every node knew it.
     """
@@ -84,6 +89,7 @@ class JournalFolder:
         self.memories = MemoryFiles(path / REDUCER)
         self.kept = Ranges()
         self.recovered: Recovered | None = None
+        self.administration = AdminRecord()
         self.forget = 0
         self.ended = False
 
@@ -144,6 +150,22 @@ class JournalFolder:
         if token != self.token:
             _write_whole(self.path / TOKEN, f"{token}\n", 0o600)
 
+    @property
+    def admin_token_path(self) -> Path:
+        """The file of the administrator's secret."""
+        return self.path / ADMIN_TOKEN
+
+    def admin_token(self) -> str:
+        """The administrator's secret that is kept here; a new one the first time."""
+        try:
+            kept = self.admin_token_path.read_text().strip()
+        except FileNotFoundError:
+            kept = ""
+        if not kept:
+            kept = secrets.token_urlsafe(24)
+            _write_whole(self.admin_token_path, f"{kept}\n", 0o600)
+        return kept
+
     def mark_ended(self) -> None:
         """The run is done and every node has left: nothing is to be done with this journal any more."""
         with _reported(self.path), self.tables.transaction(durable=True):
@@ -199,6 +221,7 @@ class JournalFolder:
     def _recover(self) -> None:
         notes = self._mend_results()
         self.kept = Ranges(self.tables.kept())
+        self.administration = self.tables.administration()
         start, stored = self.tables.start(), self.tables.memories()
         self.memories.keep(frozenset(round_index for round_index, _ in stored))
         if start is None:

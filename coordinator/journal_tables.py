@@ -11,10 +11,19 @@ import math
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.journal import NodeRecord, RosterRecord, RoundRecord, SliceRecord, StartRecord
+from coordinator.journal import (
+    AdminRecord,
+    ExpelledNode,
+    NodeRecord,
+    RosterRecord,
+    RoundRecord,
+    SliceRecord,
+    StartRecord,
+)
 from coordinator.ranges import Range
 from coordinator.segments import HEADER_BYTES, Place
 
@@ -151,6 +160,10 @@ class Tables:
         )
         self._db.execute("DELETE FROM rosters WHERE id <= ?", ((cursor.lastrowid or 0) - KEPT_ROSTERS,))
 
+    def put_administration(self, record: AdminRecord) -> None:
+        """The administrator's orders, in place of earlier ones."""
+        self.set_meta("administration", json.dumps(asdict(record)))
+
     def put_round(self, record: RoundRecord, place: Place | None) -> None:
         """Add a round and what it trained."""
         values = (
@@ -221,6 +234,12 @@ class Tables:
             "SELECT round, digest, samples, data_digest, state_bytes FROM start"
         ).fetchone()
         return None if row is None else StartRecord(*row)
+
+    def administration(self) -> AdminRecord:
+        """The administrator's orders."""
+        values = json.loads(self.meta().get("administration", "{}"))
+        expelled = tuple(ExpelledNode(**one) for one in values.get("expelled", ()))
+        return AdminRecord(values.get("paused", ""), expelled)
 
     def rosters(self) -> Iterator[RosterRecord]:
         """The rosters that are kept, newest first."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from coordinator.contribution import Contribution
 from coordinator.lane_layout import LaneLayout
+from coordinator.leases import Lease
 from coordinator.ramp import FULL, Share
 from coordinator.rounds import State
 from optim.aggregate import Bytes
@@ -86,13 +87,14 @@ class Lanes:
 @dataclass
 class Member:
     """One seat of the round; its means weigh ``weight`` for each of its ``samples``, its votes ``share`` of
-    ``weight``."""
+    ``weight``. ``lease``: which samples those are; ``None``: it has not been given any."""
 
     node: str
     weight: int
     row: Bytes
     state: State
     samples: int = 1
+    lease: Lease | None = None
     share: Share = FULL
     live: bool = True
     lanes: Lanes = field(default_factory=Lanes)

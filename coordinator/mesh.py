@@ -7,7 +7,6 @@ them have changed, and whenever a reducer fails in the middle of a round.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,17 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from coordinator.events import TopologyMade
 from coordinator.nodes import Node
+from coordinator.publication import Publication
 from coordinator.shares import Site
 from coordinator.topology import Assigned, moved, renewed
 from protos.address import peer
-from protos.atoll_pb2 import (
-    CoordinatorMessage,
-    Endpoint,
-    PeerNode,
-    SliceOf,
-    TableSlices,
-    Topology,
-)
+from protos.atoll_pb2 import CoordinatorMessage, Endpoint, PeerNode
 from protos.buckets import BucketTable
 from protos.refusal import BAD_MESSAGE
 
@@ -34,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TOKEN_BYTES: Final = 16
 COUNT_BITS: Final = 20  # of a topology's number, for those of one coordinator
 MAX_TEXT: Final = 256  # characters of an address
 MAX_ADDRESSES: Final = 16
@@ -93,7 +85,7 @@ class Mesh:
         self.reason = "the run file says transport = 'hub'" if transport == "hub" else "nobody is here"
         self._run = run
         self._transport = transport
-        self._secret = secret
+        self._publication = Publication(secret)
         self._ways: dict[str, Ways] = {}
         self._assigned: dict[str, tuple[Assigned, ...]] = {}  # by the digest of the table
         self._made_of: object = None
@@ -108,6 +100,25 @@ class Mesh:
     def reached(self) -> list[str]:
         """HOST:PORT of the nodes that have been reached there."""
         return [ways.direct for ways in self._ways.values() if ways.direct]
+
+    def assigned(self, table: BucketTable) -> Sequence[Assigned]:
+        """Who reduces what of a table by the present topology; nobody: the coordinator does it all."""
+        return self._assigned.get(table.digest, ())
+
+    def endpoint(self, name: str) -> Endpoint | None:
+        """What a node has announced last; ``None``: that it takes no part in what travels between nodes."""
+        ways = self._ways.get(name)
+        return None if ways is None else ways.endpoint
+
+    def way(self, caller: str, other: str) -> str:
+        """How a node calls another one, as far as is known: ``"direct"``, ``"swarm"``, or ``"tunnel"``
+        through the coordinator."""
+        ways = self._ways.get(other)
+        if ways is None or ways.detours.get(caller, -1) >= self._run.round:
+            return "tunnel"
+        if ways.direct:
+            return "direct"
+        return "swarm" if ways.endpoint.swarm and self._transport in ("swarm", "auto") else "tunnel"
 
     # --------------------------------------------------------------------------------------------- endpoints
 
@@ -127,6 +138,8 @@ class Mesh:
         ways = self._ways[node.node] = Ways(endpoint)
         if before is not None:
             ways.shunned = before.shunned
+            if _places(endpoint) == _places(before.endpoint):  # else others may call it otherwise now
+                ways.detours = before.detours
             before.give_up()
         address = seen_at(endpoint.direct, node.address)
         if not address or self._transport in ("hub", "swarm"):
@@ -263,50 +276,33 @@ class Mesh:
     def _publish(self, *, tell: bool = True) -> None:
         run = self._run
         self.number += 1
-        tables = [
-            TableSlices(
-                table_digest=digest,
-                slices=[
-                    SliceOf(
-                        reducer=one.reducer,
-                        start=one.slice.start,
-                        end=one.slice.end,
-                        out_start=one.slice.out_start,
-                        out_end=one.slice.out_end,
-                    )
-                    for one in assigned
-                ],
-            )
-            for digest, assigned in self._assigned.items()
-        ]
         reducers = sorted({one.reducer for assigned in self._assigned.values() for one in assigned})
         present = run.registry.in_session()
         # A reducer may have left since, and its slices go to another only as a round opens or is in flight.
         named = dict.fromkeys([*(node.node for node in present), *reducers])
+        self._publication.revise(self.number, map(self._peer, named), self._assigned)
         for node in present:
-            message = Topology(
-                number=self.number, nodes=[self._peer(node.node, other) for other in named], tables=tables
-            )
-            run.send(node, CoordinatorMessage(topology=message))
+            topology = self._publication.message(node.node, node.topology)
+            node.topology = self.number
+            run.send(node, CoordinatorMessage(topology=topology))
         if tell:
             count = self.number % (1 << COUNT_BITS)
             run.tell(TopologyMade(count, run.round, tuple(reducers), self.reason))
 
-    def _peer(self, receiver: str, other: str) -> PeerNode:
-        peer = PeerNode(node=other)
-        ways = self._ways.get(other)
+    def _peer(self, name: str) -> PeerNode:
+        """A node and the ways to it."""
+        peer, ways = PeerNode(node=name), self._ways.get(name)
         if ways is not None:
             peer.direct = ways.direct
             if self._transport in ("swarm", "auto"):
                 peer.swarm = ways.endpoint.swarm
                 peer.swarm_addresses.extend(ways.endpoint.swarm_addresses)
-        if other != receiver:
-            peer.call_token, peer.accept_token = self._token(receiver, other), self._token(other, receiver)
         return peer
 
-    def _token(self, caller: str, callee: str) -> bytes:
-        text = f"{caller}>{callee}".encode()
-        return hashlib.blake2b(text, key=self._secret, digest_size=TOKEN_BYTES).digest()
+
+def _places(endpoint: Endpoint) -> tuple[str, ...]:
+    """Where a node says that it can be called."""
+    return (endpoint.direct, endpoint.swarm, *endpoint.swarm_addresses)
 
 
 def seen_at(announced: str, address: str) -> str:

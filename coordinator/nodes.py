@@ -98,6 +98,7 @@ class Node:
         seen_at: when it last said something, on the coordinator's clock.
         ranks: its processes; each may have a stream of its own in a round.
         batch: samples that it takes for a micro-step; 0 = as many as the run file says.
+        topology: number of the one that it was told of last; 0: of none.
         exchanges: its open streams, the oldest first.
     """
 
@@ -124,6 +125,7 @@ class Node:
     loaded: bool = False
     progress_at: float = 0.0
     outbox: Outbox | None = None  # while its session is open
+    topology: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
     given_round: int = -1
     given: set[int] = field(default_factory=set)  # buckets of that round's result which its lanes receive
@@ -174,8 +176,12 @@ class Node:
             whole = whole or not lane.part or len(self.given) == lane.total
         return whole
 
-    def take(self, report: Report) -> None:
-        """Keep the node's last report."""
+    def take(self, report: Report) -> int:
+        """Keep the node's last report; returns how many bytes it has sent and received since the one before.
+        Before the first report of a node that was here before, they are not known: 0."""
+        moved = report.bytes_up + report.bytes_down - self.report.bytes_up - self.report.bytes_down
+        first = not self.report.state_digest
         self.report = report
         self.compute_seconds += max(0.0, report.compute_seconds)
         self.busy_seconds += max(0.0, report.busy_seconds)
+        return 0 if first and self.known else max(0, moved)

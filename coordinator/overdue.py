@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-FLOOR_SECONDS: Final = 5.0  # a few lost packets or a busy machine take as long
-FACTOR: Final = 1.0  # of the time that the others took: a silent reducer makes the round last twice as long
+from protos.waits import FACTOR, FLOOR_SECONDS, patience
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def overdue(
             if not others or len(whole) < len(others):
                 continue
             last = max(whole)
-            due = last + max(floor, factor * (last - opened_at))
+            due = last + patience(last - opened_at, floor, factor)
             if now < due:
                 untils.append(due)
             else:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from coordinator.mesh import seen_at
 from coordinator.pacing import Flow, Pacer
+from protos.address import port_of
 from protos.atoll_pb2 import MeasureReply, ProbeReply, ProbeRequest
 from protos.measuring import MEASURE_BYTES, MEASURE_SECONDS, chunks
 from protos.refusal import BAD_FRAME, BAD_MESSAGE, OVERLOADED, OVERSIZED, STALLED, Refused
@@ -76,6 +77,7 @@ class Probing:
             run_digest=run.plan.run_digest,
             transport=run.plan.transport,
             host=seen_at(":0", caller).rpartition(":")[0].strip("[]"),
+            from_port=port_of(caller),
             time=run.wall(),
             peers=run.mesh.reached[:MAX_PEERS],
         )

@@ -12,7 +12,7 @@ from optim.inspection import Inspection
 from optim.pieces import Piece, cut
 from optim.reduction import padding_bits
 from protos.buckets import BucketTable
-from protos.wire import CHUNK_BYTES
+from protos.upload import LEAST_BYTES
 
 
 class Pool(Protocol):
@@ -47,7 +47,7 @@ class Reducing:
         memory: ReducerMemory,
         tally: TallyFunction,
         pool: Pool,
-        piece_bytes: int = CHUNK_BYTES,
+        piece_bytes: int = LEAST_BYTES,
     ) -> Reducing:
         """Derive the rest from the table."""
         pieces = cut(table, piece_bytes)

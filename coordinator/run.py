@@ -15,19 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Literal
 
+from coordinator.administration import Administration
 from coordinator.catchup import result_bytes
 from coordinator.chunk_store import ChunkStore, MemoryChunkStore
-from coordinator.digests import Judgement
 from coordinator.ending import ENDED, Ending
 from coordinator.events import (
-    DigestAgreed,
     JournalTrouble,
     Listener,
-    NodeDeviated,
     NodeJoined,
     NodeLeft,
     NodeRejoined,
-    NodeReported,
     RunBegun,
     RunResumed,
     ignore,
@@ -44,20 +41,21 @@ from coordinator.plan import RunPlan
 from coordinator.reducing import Pool
 from coordinator.registry import Registry
 from coordinator.replay import first_kept
+from coordinator.reports import Reports
 from coordinator.result import Result, ResultRing
 from coordinator.snapshotting import Snapshotting
 from coordinator.start import Start, ahead
 from coordinator.timer import Timer
 from coordinator.training import Training
 from optim.aggregate import TallyFunction
-from protos.atoll_pb2 import CoordinatorMessage, Ready, Report, Stop
+from protos.atoll_pb2 import CoordinatorMessage, Ready, Stop
 from protos.buckets import TableSchedule
-from protos.refusal import DIGEST_MISMATCH, Refused
+from protos.refusal import Refused
 from protos.ring import RING_ROUNDS
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["gathering", "syncing", "training", "done", "failed", "suspended"]
+Phase = Literal["gathering", "syncing", "training", "paused", "done", "failed", "suspended"]
 
 RECOVERED_RESULTS: Final = 4  # of the last rounds, read at a restart: who misses one of them is hardly behind
 
@@ -86,6 +84,7 @@ class Run:
         registry: nodes and roster.
         tables: what travels, round by round.
         counters: refused and ignored messages by kind.
+        moved_bytes: that the nodes have sent and received, with whomever, as they report.
         state_bytes, data_digest: of the shared state and of the data, as the first node has told.
         finished: set when the run has ended and every node has left, or it is suspended.
         on_commit: called after each commit with seconds since the opening and since the first contribution.
@@ -118,6 +117,7 @@ class Run:
         self.results = ResultRing()
         self.history = History()
         self.counters: Counter[str] = Counter()
+        self.moved_bytes = 0
         self.started_at: float | None = None
         self.state_bytes = 0
         self.data_digest = plan.data_digest
@@ -127,6 +127,8 @@ class Run:
         self.now = timer.now
         self.timer = timer
         self.journal = journal or MemoryJournal(keep=1)
+        self.administration = Administration(self)
+        self.reports = Reports(self)
         self.newcomers = Newcomers(self)
         self.gathering = Gathering(self)
         self.ending = Ending(self)
@@ -259,7 +261,7 @@ class Run:
 
     def newcomer_moved(self) -> None:
         """A newcomer is nearer to being a member: go on, if that was waited for."""
-        if self.phase == "syncing":
+        if self.phase in ("syncing", "paused"):
             self.between_rounds()
         elif self.phase == "gathering" and self.begun:
             self.gathering.changed()
@@ -285,7 +287,7 @@ class Run:
             exchange.close(Refused("", f"the session of {node.node} has ended: {reason}", "ABORTED"))
         self.newcomers.departed(node)
         self.mesh.departed(node)
-        self._withdraw(node, reason)
+        self.withdraw(node, reason)
         if not self.begun:
             self.gathering.changed()
         else:
@@ -302,9 +304,9 @@ class Run:
         if not sent:
             self.departed(node, reason)
         elif not done:
-            self._withdraw(node, reason)
+            self.withdraw(node, reason)
 
-    def _withdraw(self, node: Node, reason: str) -> None:
+    def withdraw(self, node: Node, reason: str) -> None:
         """Take a node out of whatever goes on."""
         if self.active is not None:
             self.active.departed(node.node)
@@ -346,6 +348,9 @@ class Run:
             self.snapshotting.consider()
         elif self.mesh.settling:
             self.phase, self.reason = "syncing", f"trying the address of {self.mesh.settling}"
+        elif self.administration.paused:
+            self.phase, self.reason = "paused", self.administration.paused
+            self.snapshotting.consider()
         else:
             self.settling = False
             self.phase, self.reason = "training", f"round {self.round + 1} of {self.plan.rounds}"
@@ -362,44 +367,6 @@ class Run:
             self.dismiss(node, self.reason, done=True)
         else:
             self.training.order(node)
-
-    # --------------------------------------------------------------------------------------------- reports
-
-    def reported(self, node: Node, report: Report) -> None:
-        """A node tells what it did in a round."""
-        node.take(report)
-        if node.position <= report.round:  # it has had the result from other nodes
-            self.served(node, report.round)
-        measured = (report.validation_loss, report.bits_per_byte) if report.evaluated else ()
-        self.tell(NodeReported(node.node, report.round, report.loss, report.state_digest, *measured))
-        judgement = self.history.reported(node.node, report)
-        if judgement is not None:
-            self._sentence(judgement)
-        self._agreed()
-
-    def _agreed(self) -> None:
-        for round_index, digest in self.history.newly_agreed():
-            self.journal.agreed(round_index, digest)
-            self.tell(DigestAgreed(round_index, digest))
-            self.snapshots.judge()
-
-    def _sentence(self, judgement: Judgement) -> None:
-        """Those who have left the common state lose their place until they have loaded it."""
-        for node_id in judgement.deviants:
-            node = self.registry.get(node_id)
-            self.history.retract(node_id)
-            if node is None or node.deviated or (node.joining and node.held is None):
-                continue
-            self.count(DIGEST_MISMATCH)
-            problem = f"{node_id} has left the common state: {judgement.reason}"
-            facts = (node_id, node.report.round, node.report.state_digest, judgement.agreed or "")
-            if node.in_session:
-                node.state, node.held, node.goal = "joining", None, -1
-                self._withdraw(node, "it has left the common state")
-                times = self.newcomers.failed(node, problem)
-            else:  # too late: it has been told to leave
-                node.deviated, times = True, 1
-            self.tell(NodeDeviated(*facts, times, judgement.reason))
 
     # --------------------------------------------------------------------------------------------- end
 

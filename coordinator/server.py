@@ -33,6 +33,7 @@ from protos.atoll_pb2 import (
 from protos.grpc_options import SERVER_OPTIONS
 from protos.listening import bound
 from protos.refusal import BAD_MESSAGE, BAD_TOKEN, BAD_TRANSFER, STALLED, Refused
+from protos.traffic import OTHERS, Content
 from protos.wire import (
     BULK_SERVICE,
     CONTROL_SERVICE,
@@ -155,8 +156,8 @@ class _Calls:
     def _node(self, context: Context) -> Node:
         return self._hub.node_of(self._metadata(context, SESSION_KEY))
 
-    def _parse(self, kind: type[M], data: bytes) -> M:
-        self._hub.bytes_in += len(data)
+    def _parse(self, kind: type[M], data: bytes, content: Content = "control", peer: str = OTHERS) -> M:
+        self._hub.received(len(data), content, peer)
         try:
             if len(data) > MAX_MESSAGE_BYTES:
                 raise DecodeError(f"it has {len(data)} bytes")
@@ -165,9 +166,9 @@ class _Calls:
             self._hub.count(BAD_MESSAGE)
             raise Refused(BAD_MESSAGE, f"the {kind.DESCRIPTOR.name} cannot be read") from error
 
-    def _reply(self, message: Message) -> bytes:
+    def _reply(self, message: Message, content: Content = "control", peer: str = OTHERS) -> bytes:
         data = message.SerializeToString()
-        self._hub.bytes_out += len(data)
+        self._hub.sent(len(data), content, peer)
         return data
 
     # --------------------------------------------------------------------------------------------- control
@@ -189,7 +190,7 @@ class _Calls:
     async def _session(self, requests: Any, context: Context) -> None:
         node = self._node(context)
         outbox = self._hub.open_session(node)
-        stream = Stream(context, self._hub, node)
+        stream = Stream(context, self._hub, node, "control")
         outbox.on_close = stream.interrupt
 
         async def listen() -> None:
@@ -212,7 +213,7 @@ class _Calls:
     async def _exchange(self, requests: Any, context: Context) -> None:
         node = self._node(context)
         exchange = self._hub.open_exchange(node)
-        stream = Stream(context, self._hub, node)
+        stream = Stream(context, self._hub, node, "contribution", "result")
         exchange.on_close = stream.interrupt
         spent = asyncio.Event()  # nothing more has to be read
 
@@ -276,7 +277,7 @@ class _Calls:
         node = self._node(context)
         to, key = (self._metadata(context, name) for name in (TUNNEL_TO_KEY, TUNNEL_KEY))
         end = self._hub.tunnel(node, to=to, key=key)
-        stream = Stream(context, self._hub, node)
+        stream = Stream(context, self._hub, node, "relay")
         end.on_close = stream.interrupt
 
         async def listen() -> None:
@@ -304,12 +305,12 @@ class _Calls:
             message = await context.read()
             if not isinstance(message, bytes):
                 return None
-            self._hub.bytes_in += len(message)
+            self._hub.received(len(message))
             return message
 
         async def write(message: bytes) -> None:
             await context.write(message)
-            self._hub.bytes_out += len(message)
+            self._hub.sent(len(message))
 
         try:
             await self._hub.probing.measure(read, write)
@@ -319,7 +320,7 @@ class _Calls:
 
     async def _put_chunks(self, requests: Any, context: Context) -> bytes:
         node = self._node(context)
-        stream = Stream(context, self._hub, node)
+        stream = Stream(context, self._hub, node, "state")
         message = await stream.read()
         if message is None:
             raise Refused(BAD_TRANSFER, "the upload of chunks ended before its header")
@@ -339,27 +340,30 @@ class _Calls:
         except Refused as refused:
             self._hub.count(refused.kind)
             raise
-        return self._reply(ChunksReceipt(count=upload.count))
+        return self._reply(ChunksReceipt(count=upload.count), "state", node.node)
 
     async def _get_chunks(self, request: bytes, context: Context) -> None:
         node = self._node(context)
-        await self._send(node, context, self._hub.chunks, self._parse(ChunksRequest, request))
+        asked = self._parse(ChunksRequest, request, "state", node.node)
+        await self._send(node, context, "state", self._hub.chunks, asked)
 
     async def _get_results(self, request: bytes, context: Context) -> None:
-        node, asked = self._node(context), self._parse(ResultsRequest, request)
-        await self._send(node, context, self._hub.results, asked, replayed=asked.first)
+        node = self._node(context)
+        asked = self._parse(ResultsRequest, request, "result", node.node)
+        await self._send(node, context, "result", self._hub.results, asked, replayed=asked.first)
 
     async def _send(
         self,
         node: Node,
         context: Context,
+        content: Content,
         answer: Callable[[Node, M], AsyncGenerator[bytes, None]],
         request: M,
         *,
         replayed: int | None = None,
     ) -> None:
         """Send what answers a request, at the pace that the rounds leave; as long as it is read."""
-        stream, stall = Stream(context, self._hub, node), self._hub.plan.stall
+        stream, stall = Stream(context, self._hub, node, content), self._hub.plan.stall
         loop = asyncio.get_running_loop()
         try:
             with self._hub.pacer.flow(replayed) as flow:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from coordinator.chunk_store import ChunkStore, FileChunkStore
+from coordinator.dashboard.recorder import Recorder
+from coordinator.dashboard.server import DashboardServer
 from coordinator.dialing import reach
 from coordinator.ending import ENDED
-from coordinator.events import Listener, ignore
+from coordinator.events import Event, Listener, ignore
 from coordinator.hub import Hub
 from coordinator.journal import Journal, Post
 from coordinator.metrics import Metrics, MetricsServer
@@ -60,14 +62,33 @@ class Keeping:
     journal: Callable[[Post], Journal] | None
     chunks: ChunkStore
     on_event: Listener
+    watching: Watching | None = None
+
+
+@dataclass(frozen=True)
+class Watching:
+    """The dashboard that a coordinator serves.
+
+    Attributes:
+        listen: where.
+        exact: whether another port will not do.
+        token: of the administrator.
+        sentence: puts events into words.
+    """
+
+    listen: Address
+    exact: bool
+    token: str = field(repr=False)
+    sentence: Callable[[Event], str]
 
 
 @dataclass(frozen=True)
 class Started:
-    """Where a coordinator listens; ``metrics`` is ``None`` where none are served."""
+    """Where a coordinator listens; ``metrics`` and ``dashboard`` are ``None`` where none are served."""
 
     address: Address
     metrics: Address | None
+    dashboard: Address | None = None
 
 
 def run_coordinator(
@@ -86,6 +107,7 @@ def run_coordinator(
     snapshots: Path | None = None,
     snapshot_every: int = 0,
     on_event: Listener = ignore,
+    watching: Watching | None = None,
 ) -> Outcome:
     """Coordinate a run until it has ended and every node has left; blocks.
 
@@ -110,16 +132,17 @@ def run_coordinator(
         snapshots: folder of the snapshots; a temporary one if there is none.
         snapshot_every: rounds between two snapshots; 0: as the results since the last one ask.
         on_event: is told what happens.
+        watching: the dashboard; ``None`` serves none.
 
     Raises:
-        ListenError, MetricsError: an address cannot be used.
+        ListenError, MetricsError, DashboardError: an address cannot be used.
     """
     keep_freed_memory()
     plan = RunPlan.of(run_file, nodes=nodes, dtype=dtype, snapshot_every=snapshot_every)
     where = listen or run_file.coordinator.address
     with ExitStack() as stack:
         folder = snapshots or Path(stack.enter_context(TemporaryDirectory(prefix="atoll-")))
-        keeping = Keeping(journal, FileChunkStore(folder), on_event)
+        keeping = Keeping(journal, FileChunkStore(folder), on_event, watching)
         main = _coordinate(plan, tables, token, where, metrics_listen, on_started, stop_event, stay, keeping)
         return _run(main)
 
@@ -152,6 +175,9 @@ async def _coordinate(
 
     pool, file_pool = ThreadPool(loop), ThreadPool(loop)
     journal = keeping.journal(loop.call_soon_threadsafe) if keeping.journal is not None else None
+    recorder = None
+    if (watching := keeping.watching) is not None:
+        recorder = Recorder(watching.sentence, keeping.on_event, now=time.monotonic, wall=time.time)
     hub = Hub(
         Run(
             plan,
@@ -163,26 +189,35 @@ async def _coordinate(
             chunks=keeping.chunks,
             file_pool=file_pool,
             wall=time.time,
-            tell=keeping.on_event,
+            tell=recorder or keeping.on_event,
         )
     )
     hub.run.mesh.dial = lambda address: reach(address, plan.run_digest)
     metrics: MetricsServer | None = None
+    dashboard: DashboardServer | None = None
     try:
         pool.submit(_warm_up, lambda frames, error: None)
         if metrics_listen is not None:
             metrics = MetricsServer(Metrics(hub), metrics_listen)
+        if watching is not None and recorder is not None:
+            where, exact = watching.listen, watching.exact
+            dashboard = DashboardServer(hub, recorder, loop, where, watching.token, exact=exact)
         server = await serve(hub, listen, token)
         try:
             with _signals(loop, stop):
                 if on_started is not None:
-                    on_started(Started(server.address, metrics.address if metrics is not None else None))
+                    others = (
+                        beside.address if beside is not None else None for beside in (metrics, dashboard)
+                    )
+                    on_started(Started(server.address, *others))
                 await _until_over(hub, stopping, stop_event, stay, lasting=journal is not None)
         finally:
             await server.stop()
     finally:
         if metrics is not None:
             await loop.run_in_executor(None, metrics.close)
+        if dashboard is not None:
+            await loop.run_in_executor(None, dashboard.close)
         hub.close()
         pool.close()
         file_pool.close()

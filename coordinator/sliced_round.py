@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from coordinator.leases import Lease
 from coordinator.open_round import MAX_ALARM_DELAY, Made, Opening, OpenRound
 from coordinator.overdue import Standing, overdue
 from coordinator.rounds import State
 from coordinator.timer import Alarm
 from coordinator.topology import Assigned
+from protos import atoll_pb2 as pb
 from protos.atoll_pb2 import CoordinatorMessage, Reduce, SliceDigest, SliceNews
 from protos.digests import slices_digest
 
@@ -91,6 +93,8 @@ class SlicedRound(OpenRound):
         part = self._parts[message.slice]
         if part.assigned.reducer != node or message.topology < part.since:
             return False
+        if len(message.arrived) != len(message.leases):
+            return False
         if self._closed:
             return True
         if message.failed:
@@ -103,7 +107,11 @@ class SlicedRound(OpenRound):
             if member is not None and member.pending:
                 member.reason = f"{node} refused its contribution: {refusal.reason[:256]}"
                 self._exclude(member, State.FAILED)
-        part.arrived.update(name for name in message.arrived if name in self.members)
+        for name, made_of in zip(message.arrived, message.leases, strict=True):
+            member = self.members.get(name)
+            # What was brought to this round before this coordinator began may be of other samples.
+            if member is not None and member.lease == Lease(made_of.start, made_of.count):
+                part.arrived.add(name)
         if message.attempt == self._attempt and message.digest:
             if len(message.digest) != DIGEST_BYTES or len(message.differing) != len(self._voters):
                 return False
@@ -204,6 +212,7 @@ class SlicedRound(OpenRound):
             weights=self._weights(voters),
             mean_weights=self._mean_weights(voters),
             tell=True,
+            leases=[_lease(self.members[node].lease) for node in voters],
         )
         for reducer in dict.fromkeys(part.assigned.reducer for part in self._parts):
             self._send(reducer, CoordinatorMessage(reduce=order))
@@ -279,3 +288,7 @@ class SlicedRound(OpenRound):
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+
+
+def _lease(lease: Lease | None) -> pb.Lease:
+    return pb.Lease() if lease is None else pb.Lease(start=lease.start, count=lease.count)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from coordinator.hub import Hub
 from coordinator.nodes import Node
+from protos.traffic import Content
 
 Context = Any  # grpc.aio.ServicerContext[bytes, bytes]; the stubs lack its read and write
 T = TypeVar("T")
@@ -18,12 +19,22 @@ class Interrupted(Exception):
 
 
 class Stream:
-    """One call's messages: counts bytes, and can be interrupted while the peer does not read."""
+    """One call's messages: counts bytes, and can be interrupted while the peer does not read.
 
-    def __init__(self, context: Context, hub: Hub, node: Node) -> None:
+    Args:
+        context: of the call.
+        hub, node: whose bytes are counted.
+        up: what the node sends is.
+        down: what it receives is; the same by default.
+    """
+
+    def __init__(
+        self, context: Context, hub: Hub, node: Node, up: Content, down: Content | None = None
+    ) -> None:
         self._context = context
         self._hub = hub
         self._node = node
+        self._up, self._down = up, down or up
         self._task = asyncio.current_task()
         self._waiting = False  # in a way that can be interrupted
         self._interrupted = False
@@ -31,7 +42,7 @@ class Stream:
     async def write(self, message: bytes) -> None:
         """Send; raises :class:`Interrupted` after :meth:`interrupt`."""
         await self._interruptible(self._context.write(message))
-        self._hub.bytes_out += len(message)
+        self._hub.sent(len(message), self._down, self._node.node)
         self._node.bytes_out += len(message)
 
     async def read(self, *, interruptible: bool = False) -> bytes | None:
@@ -40,7 +51,7 @@ class Stream:
         message = await (self._interruptible(reading) if interruptible else reading)
         if not isinstance(message, bytes):  # EOF
             return None
-        self._hub.bytes_in += len(message)
+        self._hub.received(len(message), self._up, self._node.node)
         self._node.bytes_in += len(message)
         return message
 

@@ -13,6 +13,7 @@ import numpy as np
 from coordinator.active_round import ActiveRound
 from coordinator.arrivals import Deadlines
 from coordinator.events import JournalTrouble, RoundCommitted, RoundOpened
+from coordinator.history import margin
 from coordinator.journal import Done
 from coordinator.member import Member
 from coordinator.nodes import Node
@@ -84,8 +85,9 @@ class Training:
             share = (1, 1)
             if node.since is not None:
                 share = ramp(run.round - node.since, plan.momentum, plan.local_steps // plan.fragments)
-            members.append(Member(node_id, node.weight, row, state, share=share))
-            if run.leases.held_by(node_id, run.round) is None:
+            held = run.leases.held_by(node_id, run.round)
+            members.append(Member(node_id, node.weight, row, state, share=share, lease=held))
+            if held is None:
                 frontier += plan.samples(run.round, node.batch)
         self._frontier = frontier
         wait = self.deadlines.opened(self._exceptional())
@@ -194,7 +196,8 @@ class Training:
             held = run.leases.held_by(node.node, position)
             lease = held or run.leases.take(node.node, position, run.plan.samples(position, node.batch))
             order.lease_start, order.lease_count = lease.start, lease.count
-            active.members[node.node].samples = lease.count
+            member = active.members[node.node]
+            member.lease, member.samples = lease, lease.count
             order.evaluate = node.node == self._evaluator
             order.topology = active.topology if isinstance(active, SlicedRound) else 0
         else:
@@ -261,7 +264,8 @@ class Training:
         agreement = sum(shares) / len(shares) if shares else math.nan
         present = {node.node for node in run.registry.members()}
         reporting = [node for node in active.members if node in present or node in result.voters]
-        run.history.committed(active.round, reporting, agreement)
+        distance = margin(list(result.agreement().values()), result.facts.weights)
+        run.history.committed(active.round, reporting, agreement, distance)
         self.deadlines.committed(active.round, active.opened_at, active.whole_at, active.missing)
         first = active.opened_at if active.first_at is None else active.first_at
         run.on_commit(now - active.opened_at, now - first)
@@ -277,6 +281,7 @@ class Training:
                 nbytes=result.facts.nbytes,
                 agreement=agreement,
                 weights=tuple(result.facts.weights),
+                margin=distance,
             )
         )
         run.between_rounds()

@@ -37,6 +37,8 @@ from deploy.processes import follow_parent
 from deploy.replay_command import EXAMPLE as REPLAY
 from deploy.replay_command import replay
 from deploy.terminal import console as _console
+from deploy.testbed_command import testbed_app
+from deploy.throttle_command import throttle_app
 from deploy.timeline_command import EXAMPLE as TIMELINE
 from deploy.timeline_command import timeline
 from node.torchrun import leads
@@ -75,6 +77,8 @@ app = typer.Typer(
 )
 app.add_typer(run_app, name="run")
 app.add_typer(island_app, name="island")
+app.add_typer(testbed_app, name="testbed")
+app.add_typer(throttle_app, name="throttle")
 
 
 def _show_version(show: bool) -> None:
@@ -119,6 +123,21 @@ def coordinator(
     metrics: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Where Prometheus metrics are served, or 'off'."),
+    ] = None,
+    dashboard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the dashboard is served, or 'off'; 127.0.0.1:4680, if not given and the extra "
+            "'dashboard' is installed.",
+        ),
+    ] = None,
+    admin_token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ATOLL_ADMIN_TOKEN",
+            help="Secret that lets one pause the run and expel nodes; else one kept with the journal.",
+        ),
     ] = None,
     token: Annotated[
         str | None,
@@ -176,6 +195,8 @@ def coordinator(
         keep_bytes=parse_bytes(journal_size),
         snapshot_every=snapshot_every,
         events=events,
+        dashboard=dashboard,
+        admin_token=admin_token,
     )
     if json_log:
         serving.log_as_json()
@@ -288,11 +309,11 @@ def status(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks with --watch.")] = 1.0,
 ) -> None:
     """Show how a run stands: roster, round, loss, bytes."""
+    from deploy.invitation import given
     from deploy.status import StatusClient, plain
     from deploy.table import status_view
-    from protos.invite import Invite
 
-    with StatusClient(Invite.parse(invite)) as client:
+    with StatusClient(given(invite)) as client:
         if watch:
             from deploy.watch import follow
 

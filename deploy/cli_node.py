@@ -32,6 +32,7 @@ from deploy.options import (
     SaveOption,
     SwarmBootstrapOption,
     SwarmIdentityOption,
+    SwarmListenOption,
     SwarmRelayOption,
     ThreadsOption,
     TransportOption,
@@ -68,6 +69,7 @@ def join(
     peer_address: PeerAddressOption = None,
     uplink: UplinkOption = None,
     downlink: DownlinkOption = None,
+    swarm_listen: SwarmListenOption = None,
     swarm_bootstrap: SwarmBootstrapOption = None,
     swarm_relay: SwarmRelayOption = None,
     swarm_identity: SwarmIdentityOption = None,
@@ -76,22 +78,32 @@ def join(
     quiet: Quiet = False,
 ) -> None:
     """Take part in a run. Ctrl-C leaves it cleanly."""
-    from protos.invite import Invite
+    from deploy.invitation import given
     from protos.units import parse_duration
 
-    where, patience = Invite.parse(invite), parse_duration(wait)
+    patience = parse_duration(wait)
+    where = given(invite, patience)
     chosen, way = _precision(precision), _transport(transport)
     rates = _bytes_per_second(uplink, "--uplink"), _bytes_per_second(downlink, "--downlink")
     listen, announced = address(peer_listen), address(peer_address)
-    bootstrap, relays = tuple(swarm_bootstrap or ()), tuple(swarm_relay or ())
+    relays = tuple(swarm_relay or ())
+    bootstrap = tuple(dict.fromkeys((*(swarm_bootstrap or ()), *relays)))
     _spread(nproc)
     from node.exchange.peers.setting import ANYWHERE, PeerSetting
     from node.exchange.swarm.setting import SwarmSetting
     from node.launch import Options
     from node.launch import join as join_run
 
+    swarm_at = address(swarm_listen) or ANYWHERE
     try:
-        swarm = SwarmSetting(bootstrap=bootstrap, relays=relays, identity=swarm_identity)
+        swarm = SwarmSetting(
+            listen=(swarm_at.host,),
+            port=swarm_at.port,
+            bootstrap=bootstrap,
+            relays=relays,
+            reachability="private" if relays else "auto",
+            identity=swarm_identity,
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
     options = Options(

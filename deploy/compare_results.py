@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.compare_outcome import Outcome, finite
-from deploy.ring import FP32_BYTES
 from deploy.table import MISSING, number
+from protos.allreduce import FP32_BYTES
 from protos.units import format_bytes
 
 FRONT: Final = "●"

@@ -14,8 +14,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from deploy.ring import ring_bytes
 from deploy.table import MISSING, number, percent
+from protos.allreduce import ring_bytes
 from protos.units import format_bytes, format_duration
 
 

@@ -3,111 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
+from deploy.doctor_facts import Connect, NetworkFacts
 from deploy.finding import Finding
-from node.exchange.probing import Rate
 from node.exchange.trouble import Kind
 from protos.units import format_duration, format_rate
 from protos.version import version_of
 from protos.wire import PROTOCOL
 
-Family = Literal["IPv4", "IPv6"]
-
 SLOW_LOOKUP: Final = 1.0  # seconds
 FAR: Final = 0.5  # seconds of a round trip
 SKEWED: Final = 2.0  # seconds
 THIN: Final = 1e6  # bit/s
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """A host name, asked for one family of addresses; with none, ``problem`` says why."""
-
-    family: Family
-    addresses: tuple[str, ...] = ()
-    seconds: float = 0.0
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class Connect:
-    """A TCP connection that was tried.
-
-    Attributes:
-        address: HOST:PORT.
-        seconds: until it stood.
-        local: this machine's own address on it.
-        problem: why there is none; empty: there was.
-    """
-
-    address: str
-    seconds: float = 0.0
-    local: str = ""
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the coordinator said.
-
-    Attributes:
-        version, protocol: its own.
-        transport: of the run file.
-        host: address from which it sees this machine.
-        round_trip: seconds, of the fastest of a few calls.
-        skew: seconds by which this machine's clock is ahead of its, plus or minus half a round trip.
-    """
-
-    version: str
-    protocol: int
-    transport: str
-    host: str
-    round_trip: float
-    skew: float
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Whether somebody answers at an address; ``why_not`` says why not, and is empty if somebody does."""
-
-    address: str
-    why_not: str = ""
-
-
-@dataclass(frozen=True)
-class NetworkFacts:
-    """What was found out; empty or ``None`` where it did not come to that.
-
-    Attributes:
-        address: HOST:PORT of the invite.
-        own: addresses of this machine, on the connections that stood.
-        answer: of the coordinator; without one, ``trouble`` says of which kind and in words why.
-        proxy: the setting that names a proxy for such calls.
-        listening: where this machine was tried, HOST:PORT as the coordinator sees it.
-        up, down: what the link to the coordinator carries; ``unmeasured`` says why they are not known.
-        peers: where nodes listen for others.
-        more_peers: nodes that were not tried.
-    """
-
-    address: str
-    lookups: tuple[Lookup, ...] = ()
-    connects: tuple[Connect, ...] = ()
-    answer: Answer | None = None
-    trouble: tuple[Kind, str] | None = None
-    proxy: str = ""
-    listening: Trial | None = None
-    up: Rate | None = None
-    down: Rate | None = None
-    unmeasured: str = ""
-    peers: tuple[Trial, ...] = ()
-    more_peers: int = 0
-
-    @property
-    def own(self) -> set[str]:
-        """This machine's addresses on the connections that stood."""
-        return {connect.local for connect in self.connects if connect.local}
 
 
 def names(facts: NetworkFacts) -> Iterator[Finding]:
@@ -250,7 +158,7 @@ def translation(facts: NetworkFacts) -> Iterator[Finding]:
         return
     seen, tried = facts.answer.host, facts.listening
     mine = sorted(own for own in facts.own if (":" in own) == (":" in seen))
-    behind = bool(mine) and seen not in mine
+    behind = _translated(facts, seen)
     here = ", ".join(mine)
     where = f"behind a NAT: {here} here, {seen} from outside" if behind else f"no NAT: it is seen as {seen}"
     if tried is None:
@@ -274,6 +182,45 @@ def translation(facts: NetworkFacts) -> Iterator[Finding]:
                 f"{advice} ('atoll doctor INVITE --peer-listen 0.0.0.0:PORT' tries it). As it is, what "
                 "it exchanges goes out to nodes that can be reached, through the swarm or the coordinator",
             )
+
+
+def mapping(facts: NetworkFacts) -> Iterator[Finding]:
+    """Of which kind a NAT is: whether a local port looks the same from everywhere, so that others can be told
+    where to meet it.
+
+    That is the mapping of RFC 4787 (endpoint-independent, or not), for TCP (RFC 5382). What a NAT lets in is
+    no part of it: :func:`translation` tries that.
+    """
+    if facts.answer is None or not facts.seen or not _translated(facts, facts.answer.host):
+        return
+    places = sorted({one.address for one in facts.seen})
+    local, reached = facts.seen[0].local, facts.listening is not None and not facts.listening.why_not
+    if len(facts.seen) < 2:
+        keeps = places[0].rpartition(":")[2] == str(local)
+        what = "keeps the port of a connection" if keeps else "gives connections other ports"
+        yield Finding(
+            "ok",
+            f"the NAT {what} ({local} here, {places[0]} from outside); whether it is the same for all "
+            "destinations shows as soon as a node of the run can be connected to",
+        )
+    elif len(places) == 1:
+        yield Finding(
+            "ok",
+            f"the NAT is a cone for TCP: port {local} here is {places[0]} for {len(facts.seen)} "
+            "destinations. Other nodes can meet this one by hole punching (transport = 'swarm' or 'auto')",
+        )
+    else:
+        fine = reached or facts.answer.transport in ("hub", "direct")
+        yield Finding(
+            "ok" if fine else "warn",
+            f"the NAT is symmetric for TCP: port {local} here is {' and '.join(places)}, another one for "
+            "each destination. Hole punching does not get through it",
+            ""
+            if fine
+            else "forward a port (see above), or let it be: a relay of the swarm or the coordinator carries "
+            "what this machine exchanges with nodes that cannot be called either; the NAT may treat UDP "
+            "(QUIC) otherwise",
+        )
 
 
 def bandwidth(facts: NetworkFacts) -> Iterator[Finding]:
@@ -335,6 +282,7 @@ CHECKS: Final[tuple[Callable[[NetworkFacts], Iterable[Finding]], ...]] = (
     versions,
     clock,
     translation,
+    mapping,
     bandwidth,
     peers,
 )
@@ -343,6 +291,12 @@ CHECKS: Final[tuple[Callable[[NetworkFacts], Iterable[Finding]], ...]] = (
 def examine(facts: NetworkFacts) -> list[Finding]:
     """What all checks find, from the name to the nodes."""
     return [finding for check in CHECKS for finding in check(facts)]
+
+
+def _translated(facts: NetworkFacts, seen: str) -> bool:
+    """Whether an address of this machine, as seen from outside, is none of its own."""
+    mine = [own for own in facts.own if (":" in own) == (":" in seen)]
+    return bool(mine) and seen not in mine
 
 
 def _split(connects: Iterable[Connect]) -> tuple[list[Connect], list[Connect]]:

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from coordinator.dialing import reach
-from deploy.doctor_network import Answer, Connect, Family, Lookup, NetworkFacts, Trial
+from coordinator.dialing import meet, reach
+from deploy.doctor_facts import Answer, Connect, Family, Lookup, NetworkFacts, Seen, Trial
+from deploy.doctor_outlet import Outlet
 from node.exchange.peers.base import PeerStream
 from node.exchange.peers.direct import DirectCarrier
 from node.exchange.peers.setting import ANYWHERE
@@ -19,7 +20,7 @@ from node.exchange.probing import WHOLE_SECONDS, Probe
 from node.exchange.retry import within
 from node.exchange.trouble import Trouble
 from protos import atoll_pb2 as pb
-from protos.address import Address
+from protos.address import Address, AddressError
 from protos.invite import Invite
 from protos.listening import ListenError
 
@@ -30,6 +31,7 @@ CALL_SECONDS: Final = 4.0
 TRIAL_SECONDS: Final = 6.0  # the coordinator itself tries for 5
 PEER_SECONDS: Final = 3.0
 CALLS: Final = 3  # of which the fastest counts
+DESTINATIONS: Final = 3  # of connections from one local port
 PEERS: Final = 16  # that are tried
 ADDRESSES: Final = 2  # of each family that are tried
 FAMILIES: Final[tuple[tuple[socket.AddressFamily, Family], ...]] = (
@@ -94,13 +96,12 @@ async def look(
         facts = await _measured(facts, probe, steps)
         say("trying whether this machine and the others can be connected to")
         tried = reply.peers[:PEERS]
-        listening, *peers = await asyncio.gather(
-            _listening(invite, listen, reply, steps),
-            *(_peer(address, reply.run_digest, steps) for address in tried),
+        (listening, seen), peers = await asyncio.gather(
+            asyncio.gather(_listening(invite, listen, reply, steps), _seen(invite, facts, reply, steps)),
+            asyncio.gather(*(_peer(address, reply.run_digest, steps) for address in tried)),
         )
-        return replace(
-            facts, listening=listening, peers=tuple(peers), more_peers=len(reply.peers) - len(tried)
-        )
+        more = len(reply.peers) - len(tried)
+        return replace(facts, listening=listening, seen=seen, peers=tuple(peers), more_peers=more)
     finally:
         await probe.close()
 
@@ -185,6 +186,50 @@ async def _listening(invite: Invite, listen: Address, reply: pb.ProbeReply, step
     finally:
         await probe.close()
         await carrier.close()
+
+
+async def _seen(invite: Invite, facts: NetworkFacts, reply: pb.ProbeReply, steps: Steps) -> tuple[Seen, ...]:
+    """Connections from one local port to the coordinator, and to nodes, as they see them."""
+    stood = next((one for one in facts.connects if not one.problem), None)
+    if stood is None or facts.proxy:
+        return ()
+    where = Address.parse(stood.address)
+    outlet = Outlet(socket.AF_INET6 if ":" in where.host else socket.AF_INET)
+    try:
+        through = await outlet.towards(where.host, where.port)
+        probe = Probe(replace(invite, host=through.host, port=through.port), steps.left(CALL_SECONDS))
+        probe.open()
+        try:
+            told = await probe.ask()
+        finally:
+            await probe.close()
+        found = [Seen(str(where), outlet.port, str(Address(told.host, told.from_port)))]
+        for address in reply.peers[:PEERS]:
+            if len(found) == DESTINATIONS:
+                break
+            node = await _resolved(address, outlet.family)
+            if node is not None and node != where:
+                through = await outlet.towards(node.host, node.port)
+                met = await meet(str(through), reply.run_digest, steps.left(PEER_SECONDS))
+                if not met.why_not and met.seen:
+                    found.append(Seen(address, outlet.port, met.seen))
+        return tuple(found)
+    except (OSError, Trouble):
+        return ()
+    finally:
+        await outlet.close()
+
+
+async def _resolved(address: str, family: socket.AddressFamily) -> Address | None:
+    """With an IP address of a family."""
+    try:
+        where = Address.parse(address)
+        found = await asyncio.get_running_loop().getaddrinfo(
+            where.host, where.port, family=family, type=socket.SOCK_STREAM
+        )
+    except (AddressError, OSError):
+        return None
+    return Address(str(found[0][4][0]), where.port)
 
 
 async def _peer(address: str, run_digest: str, steps: Steps) -> Trial:

@@ -63,6 +63,12 @@ def _of_coordinator(event: events.Event) -> str:
         return f"all agree on the state after round {event.round + 1}: {event.digest}"
     if isinstance(event, events.JournalTrouble):
         return f"journal: {event.text}{'; the run cannot go on' if event.fatal else ''}"
+    if isinstance(event, events.RunPaused):
+        return f"the administrator pauses the run after {event.round} rounds: {event.reason}"
+    if isinstance(event, events.RunUnpaused):
+        return f"the administrator lets the run go on after {event.round} rounds"
+    if isinstance(event, events.NodeExpelled):
+        return f"the administrator expels {event.node} ({event.name}): {event.reason}"
     return f"{event.phase} after {event.round} rounds: {event.reason}"
 
 

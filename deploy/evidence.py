@@ -15,6 +15,7 @@ from coordinator.journal_errors import damaged
 from coordinator.journal_folder import DATABASE
 from coordinator.journal_tables import FORMAT, Tables
 from deploy.errors import UserError
+from deploy.invitation import FILE_MARK, given
 from deploy.moments import Moment, read_moments
 from deploy.status import TIMEOUT_SECONDS, StatusClient
 from protos import atoll_pb2 as pb
@@ -61,17 +62,17 @@ def invite_of(sources: Sequence[str]) -> tuple[Invite | None, list[str]]:
 
     Raises:
         InviteError: it cannot be read.
-        UserError: there are several.
+        UserError: there are several, or a file that holds none.
     """
-    invites = [text for text in sources if text.lower().startswith(f"{SCHEME}://")]
+    invites = [text for text in sources if text.lower().startswith((f"{SCHEME}://", FILE_MARK))]
     if len(invites) > 1:
         raise UserError("one run at a time: give one invite")
-    invite = Invite.parse(invites[0]) if invites else None
+    invite = given(invites[0]) if invites else None
     return invite, [text for text in sources if text not in invites]
 
 
 def gather(sources: Sequence[str], note: Callable[[str], None], seconds: float = TIMEOUT_SECONDS) -> Evidence:
-    """Look at invites (``atoll://…``), folders of journals, and logs of events.
+    """Look at invites (``atoll://…``, ``@FILE``), folders of journals, and logs of events.
 
     Args:
         sources: these.

@@ -1,16 +1,21 @@
-"""The coordinator's side of an invite: which host it names, and the file it is handed over in."""
+"""Invites on a machine: which host one names, and the file in which a coordinator hands it to nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 from deploy.errors import UserError
 from protos.address import Address
 from protos.invite import Invite
+
+FILE_MARK: Final = "@"  # before the name of a file with an invite in it
+_POLL_SECONDS: Final = 0.2
 
 # Addresses set aside for documentation: connecting a datagram socket sends nothing, it only picks a route.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
@@ -73,3 +78,35 @@ def handed_over(invite: Invite, path: Path | None) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def given(
+    text: str,
+    wait: float = 0.0,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Invite:
+    """The invite that a user gives: itself, or ``@FILE`` with the file that holds it.
+
+    A file keeps the token out of command lines, which everybody on a machine can read. One that is not there
+    yet is waited for so many seconds.
+
+    Raises:
+        InviteError: neither is an invite.
+        UserError: the file cannot be read, or did not come.
+    """
+    if not text.startswith(FILE_MARK):
+        return Invite.parse(text)
+    path, end = Path(text[len(FILE_MARK) :]), now() + wait
+    while True:
+        try:
+            return Invite.parse(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if now() >= end:
+                waited = f" after {wait:g} s" if wait else ""
+                raise UserError(
+                    f"there is no invite in {path}{waited}; 'atoll coordinator --invite-file' writes it there"
+                ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the invite cannot be read from {path}: {error}") from error
+        sleep(_POLL_SECONDS)

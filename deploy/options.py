@@ -12,7 +12,11 @@ from protos.methods import PRESETS
 RunFilePath = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, TOML.")]
 InviteText = Annotated[
     str,
-    typer.Argument(metavar="INVITE", envvar="ATOLL_INVITE", help="What the coordinator printed: atoll://…"),
+    typer.Argument(
+        metavar="INVITE",
+        envvar="ATOLL_INVITE",
+        help="What the coordinator printed: atoll://…, or @FILE that holds it.",
+    ),
 ]
 MethodOption = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
 Sets = Annotated[
@@ -94,14 +98,28 @@ DownlinkOption = Annotated[
     str | None,
     typer.Option(metavar="RATE", help="What this node can receive; measured, if not given."),
 ]
+SwarmListenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where this node listens for the swarm, with TCP and QUIC (UDP); any free port, if not given.",
+    ),
+]
 SwarmBootstrapOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="MULTIADDR", help="A peer of the swarm to begin with. May be given several times."),
+    typer.Option(
+        metavar="MULTIADDR",
+        help="A peer of the swarm to begin with: a node of the run says its addresses when it joins. May be "
+        "given several times; the relays are some anyway.",
+    ),
 ]
 SwarmRelayOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="MULTIADDR", help="A peer through which others reach this node. May be given several times."
+        metavar="MULTIADDR",
+        help="For a node that nobody can call, behind a router or a firewall: a node of the run through "
+        "which others reach it, and which carries, and could read, what they send each other. May be given "
+        "several times; the first that answers is taken.",
     ),
 ]
 SwarmIdentityOption = Annotated[

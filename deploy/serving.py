@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +16,7 @@ from coordinator.journal_file import FileJournal
 from coordinator.journal_folder import KEEP_BYTES, JournalFolder
 from coordinator.service import Outcome, Started, run_coordinator
 from deploy.costs import Costs, run_costs
+from deploy.dashboard import announce, watching
 from deploy.event_log import EventLog
 from deploy.invitation import advertised_host, handed_over
 from deploy.narration import Narrator
@@ -49,6 +50,8 @@ class Choices:
     keep_bytes: int = KEEP_BYTES
     snapshot_every: int = 0
     events: Path | None = None
+    dashboard: str | None = None
+    admin_token: str | None = field(default=None, repr=False)
 
 
 def metrics_address(runfile: RunFile, choices: Choices, listen: Address) -> Address | None:
@@ -87,7 +90,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
     Raises:
         InviteError, AddressError, UserError: a choice that cannot be used.
         JournalError: the folder of the journal cannot be used.
-        ListenError, MetricsError: an address that is taken or not this machine's.
+        ListenError, MetricsError, DashboardError: an address that is taken or not this machine's.
         ModelError, RoleError, UserError: a run file whose model cannot be built.
     """
     listen = choices.listen or runfile.coordinator.address
@@ -107,6 +110,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
         token = choices.token or folder.token or new_token()
         check_token(token)
         folder.keep_token(token)
+        shown = watching(choices.dashboard, choices.admin_token, folder)
         log_of_events = (
             ignore if choices.events is None else stack.enter_context(EventLog(choices.events, "coordinator"))
         )
@@ -119,6 +123,8 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
             say(f"listening on {where.address}")
             if where.metrics is not None:
                 say(f"metrics at http://{where.metrics}/metrics")
+            if where.dashboard is not None:
+                announce(where.dashboard, choices.admin_token, folder, say)
             nodes = runfile.run.nodes if choices.nodes is None else choices.nodes
             say(f"waiting for {nodes} node{'s' * (nodes != 1)}; on each machine:")
             say(f"  atoll join {invite}")
@@ -143,6 +149,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
             snapshots=folder.snapshots,
             snapshot_every=choices.snapshot_every,
             on_event=log_of_events,
+            watching=shown,
         )
         if outcome.phase == "done":
             folder.mark_ended()

@@ -15,7 +15,7 @@ from protos.address import peer
 from protos.units import format_bytes, format_duration
 
 MISSING = "–"
-_PHASE_STYLES = {"training": "green", "done": "bold green", "failed": "bold red"}
+_PHASE_STYLES = {"training": "green", "paused": "yellow", "done": "bold green", "failed": "bold red"}
 STATE_STYLES = {"active": "green", "lagging": "yellow"}
 _DIGEST_SHOWN = 12
 _UNLIMITED = 10_000  # columns; more than any table has

@@ -82,6 +82,9 @@ class Account:
             bits_per_byte=report.bits_per_byte,
             micro_steps=work.done,
             skipped=work.skipped,
+            update_norm=None if figures.change is None else math.sqrt(figures.change),
+            others_up=figures.others_up,
+            others_down=figures.others_down,
         )
         return report, done
 

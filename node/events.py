@@ -98,6 +98,9 @@ class RoundDone:
     skipped: int = 0
     began: float = 0.0
     spans: tuple[tuple[str, float, float], ...] = ()
+    update_norm: float | None = None  # Euclidean, of what the result has changed of all weights
+    others_up: int = 0  # bytes of the ranks that do not lead
+    others_down: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from typing import Final
+
+from torch import Tensor
 
 from node import checkpoint
 from node.checkpoint import Saving
@@ -24,6 +27,8 @@ from protos.runfile import RunFile
 from protos.snapshots import chunk_range
 
 Results = Generator[RoundResult, None, None]
+
+OPTIMIZER: Final = "optimizer/"  # what the names of its shared tensors begin with
 
 
 class HeldState:
@@ -77,6 +82,10 @@ class HeldState:
     def know_digest(self, digest: str) -> None:
         """It has been computed elsewhere."""
         self._digest = digest
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of the model, without what is the optimizer's."""
+        return {n: tensor for n, tensor in self.tensors.tensors.items() if not n.startswith(OPTIMIZER)}
 
     def leased(self, frontier: int) -> None:
         """The run has leased all samples before ``frontier``."""

@@ -93,6 +93,8 @@ class Figures:
         tokens: predicted.
         compute, busy: CPU seconds in forward and backward, and altogether.
         up, down: bytes sent and received by the lanes since they were opened.
+        change: square of the norm of what the round has changed of the weights; None: not measured.
+        others_up, others_down: of the bytes, those of the ranks that do not lead.
     """
 
     digests: Mapping[str, str]
@@ -102,6 +104,9 @@ class Figures:
     busy: float
     up: int
     down: int
+    change: float | None = None
+    others_up: int = 0
+    others_down: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -124,6 +129,7 @@ def add_up(parts: Sequence[Figures]) -> Figures:
     """The figures of all ranks, added in their order; losses by tokens."""
     tokens = sum(part.tokens for part in parts)
     loss = sum(part.loss * (part.tokens / tokens) for part in parts if part.tokens) if tokens else math.nan
+    changes = [part.change for part in parts if part.change is not None]
     return Figures(
         digests=disjoint([part.digests for part in parts]),
         loss=loss,
@@ -132,6 +138,9 @@ def add_up(parts: Sequence[Figures]) -> Figures:
         busy=sum(part.busy for part in parts),
         up=sum(part.up for part in parts),
         down=sum(part.down for part in parts),
+        change=sum(changes) if len(changes) == len(parts) else None,
+        others_up=sum(part.up for part in parts[1:]),
+        others_down=sum(part.down for part in parts[1:]),
     )
 
 

@@ -23,16 +23,17 @@ from node.exchange.hub import HubExchange
 from node.exchange.lane import LaneExchange
 from node.exchange.link import Limits
 from node.exchange.local import LocalExchange
-from node.exchange.meter import Meter
 from node.exchange.news import Publish, SessionNews
 from node.exchange.peers.setting import PeerSetting
 from node.exchange.session import Claim
-from node.metrics import MetricsServer, NodeMetrics
+from node.metrics import NodeMetrics
 from node.ranks import Alone, Ranks
 from node.setting import LaunchError, Options, Setting, build, choose_device
 from node.torchrun import leads, ranks_here
 from node.worker import INTERRUPTED, Worker
 from optim.bits import backend
+from protos.buckets import TableSchedule
+from protos.exporting import MetricsServer
 from protos.invite import Invite
 from protos.runfile import RunFile
 from protos.waits import longest_round
@@ -63,7 +64,6 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
         exchange = HubExchange(
             invite,
             say=lambda text: emit(Notice(text)),
-            meter=Meter(metrics.count_bytes if metrics else None),
             limits=Limits(wait=options.wait, reconnect=options.wait),
             publish=relay.publish,
         )
@@ -82,6 +82,10 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
                 f"{tables.digest}, the coordinator's {table_digest}: install the same "
                 "version of Atoll (and of transformers, for hf: models) on both"
             )
+        if metrics is not None:
+            metrics.watch(exchange.meter.traffic, exchange.connections, setting.transfers)
+            if island is not None:
+                metrics.lanes_of_others(tables.part(_names(tables) - _names(lane)))
         emit(_started(setting, ranks))
         claim = _claim(setting, options, ranks)
         if island is not None and island.rank:
@@ -116,10 +120,12 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
         KeyboardInterrupt: after the round in progress and its checkpoint.
     """
     with ExitStack() as stack:
-        _, emit = _observed(stack, options, on_event)
+        metrics, emit = _observed(stack, options, on_event)
         farewell = _Farewell(stack)
         ranks = _meet(farewell, options, _TOGETHER_SECONDS) or Alone()
         setting = build(runfile, options, emit, ranks)
+        if metrics is not None:
+            metrics.watch(transfers=setting.transfers)
         emit(_started(setting, ranks))
         exchange = LocalExchange(
             setting.optimizer.lane,
@@ -234,6 +240,7 @@ def _work(
         accumulate=options.accumulate,
         overlap=options.overlap,
         watch=setting.watch_gradients,
+        measure=options.metrics is not None,
     )
     alone = ranks.size == 1  # several save together or not at all
     signals = _PoliteSignals(worker, ranks)
@@ -323,7 +330,7 @@ def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[N
         return None, on_event
     metrics = NodeMetrics()
     try:
-        server = MetricsServer(metrics, options.metrics)
+        server = MetricsServer(metrics.registry, options.metrics)
     except OSError as error:
         raise LaunchError(
             f"metrics cannot be served on {options.metrics}: {error.strerror or error}; give --metrics an "
@@ -337,6 +344,10 @@ def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[N
 
     emit(Notice(f"metrics are served at http://{server.address}/metrics"))
     return metrics, emit
+
+
+def _names(tables: TableSchedule) -> set[str]:
+    return {bucket.name for table in tables.tables for bucket in table.buckets}
 
 
 def _limits(runfile: RunFile, options: Options) -> Limits:

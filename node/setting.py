@@ -104,6 +104,15 @@ class Setting:
     reducer: dict[str, torch.Tensor] = field(default_factory=dict)
     gathered: bool = False
 
+    def transfers(self) -> dict[str, tuple[int, int]]:
+        """See :func:`node.island.rounds.transfers_of`; nothing where no weights are gathered."""
+        if not self.gathered:
+            return {}
+        from node.island.rounds import transfers_of
+
+        assert isinstance(self.model, torch.nn.Module)
+        return transfers_of(self.model)
+
     def watch_gradients(self, optimizer: RoundOptimizer, arrived: Arrived) -> None:
         """See :func:`node.training.watch_gradients`."""
         if self.gathered:

@@ -39,6 +39,7 @@ from node.held_state import HeldState, Results
 from node.joint import Figures, gathered, settled, together
 from node.ranks import Alone, Ranks
 from node.training import BrokenOff, Training, Work, watch_gradients
+from node.update_norm import UpdateNorm
 from optim.round_optimizer import RoundOptimizer
 from optim.schedules import factor, set_learning_rates
 from protos.runfile import RunFile
@@ -68,6 +69,7 @@ class Worker:
         overlap: send a contribution while it is being computed.
         watch: tells of gradients, see :func:`node.training.watch_gradients`.
         samples: first global sample index behind all that the run has leased, as far as this node knows.
+        measure: how far each round moves the weights; all ranks or none.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Worker:
         overlap: bool = False,
         watch: Watch = watch_gradients,
         samples: int = 0,
+        measure: bool = False,
     ) -> None:
         self.waiting = False  # for others: nothing is lost if the wait is interrupted
         self.interrupted = False  # by interrupt(): the loop ends after the present round
@@ -136,6 +139,8 @@ class Worker:
         self._evaluator = Evaluator(model, data, runfile.run.validation_windows, place, self._ranks)
         self._account = Account(runfile.run.rounds)
         self._busy_mark = 0.0
+        self._norm = UpdateNorm(self._held.weights()) if measure else None
+        self._change: float | None = None  # the square of that of the last round
 
     @property
     def round(self) -> int:
@@ -270,7 +275,8 @@ class Worker:
         with self._watch.phase("digest"):
             digests = self._held.tensors.digests()
         up, down = self._lane.bytes_counted()
-        mine = Figures(digests, work.loss, work.tokens, work.compute, self._take_busy(), up, down)
+        busy = self._take_busy()
+        mine = Figures(digests, work.loss, work.tokens, work.compute, busy, up, down, self._change)
         figures = together(self._ranks, order.round, mine)
         self._held.know_digest(figures.digest)
         measured = self._evaluate() if order.evaluate else None
@@ -331,7 +337,11 @@ class Worker:
     def _apply(self, result: RoundResult) -> None:
         self._set_rate(result.round)
         with self._watch.phase("apply"):
+            if self._norm is not None:
+                self._norm.before()
             self._held.apply(result)
+            if self._norm is not None:
+                self._change = self._norm.after()
         self._training.ahead = 0
 
     def _set_rate(self, moment: float) -> None:

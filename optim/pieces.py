@@ -6,6 +6,7 @@ in. A bucket whose values have to be decoded, and a basis, are made as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -100,12 +101,24 @@ def parts_of(table: BucketTable) -> tuple[Part, ...]:
             parts.append(Part("coded" if coded else "basis", offset, end, out_offset, out_end, index, cost))
             continue
         rule: Rule = "majority" if bucket.reduce == "majority" else "mean"
-        if parts and parts[-1].rule == rule:
-            last = parts.pop()
-            parts.append(replace(last, end=end, out_end=out_end, cost=last.cost + bucket.nbytes))
+        parts.append(Part(rule, offset, end, out_offset, out_end, cost=bucket.nbytes))
+    return united(parts)
+
+
+def united(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The same work in fewer parts: of ``parts``, which follow on one another, neighbours that can be cut
+    anywhere are joined."""
+    groups: list[list[Part]] = []
+    for part in parts:
+        if groups and part.bucket < 0 and groups[-1][0].rule == part.rule:
+            groups[-1].append(part)
         else:
-            parts.append(Part(rule, offset, end, out_offset, out_end, cost=bucket.nbytes))
-    return tuple(parts)
+            groups.append([part])
+    return tuple(
+        replace(first, end=last.end, out_end=last.out_end, cost=sum(part.cost for part in group))
+        for group in groups
+        for first, last in [(group[0], group[-1])]
+    )
 
 
 def cut(table: BucketTable, piece_bytes: int) -> tuple[Piece, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from optim.aggregate import Aggregation, Bytes
-from optim.pieces import Piece
+from optim.pieces import Piece, united
 from protos.buckets import BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, encode_frame
 
@@ -52,6 +52,8 @@ class Reduction:
         aggregation: what reduces a part.
         rows: the voters' payloads in slot order.
         attempt: written into the frames.
+        frame_bytes: of the result, in whole pieces, that are made at once and go into one frame where so much
+            has been delivered; never less than a piece.
         phase: rotates which quarter of a large payload the agreement reads (the round's number).
     """
 
@@ -62,18 +64,20 @@ class Reduction:
         rows: Sequence[Bytes],
         *,
         attempt: int = 0,
+        frame_bytes: int = 0,
         phase: int = 0,
     ) -> None:
         self._pieces = pieces
+        self._frame_bytes = frame_bytes
         self._aggregation = aggregation
         self._rows = list(rows)
         self._attempt = attempt
         self._phase = phase
         self._next = 0
         self._hasher = xxhash.xxh3_128()
-        self._scratch: Bytes = np.empty(
-            max((piece.end - piece.start for piece in pieces), default=0), np.uint8
-        )
+        largest = max((piece.end - piece.start for piece in pieces), default=0)
+        whole = pieces[-1].end if pieces else 0
+        self._scratch: Bytes = np.empty(max(largest, min(frame_bytes, whole)), np.uint8)
         self._differing = [0] * len(self._rows)  # bits of each voter that differ from the result
         self._compared = 0  # bits compared for each voter
         self._exact = not pieces or pieces[-1].end <= _EXACT_BYTES
@@ -95,31 +99,44 @@ class Reduction:
     def advance(self, delivered: int) -> list[bytes]:
         """Reduce all pieces that need at most ``delivered`` bytes and return their CHUNK frames."""
         frames = []
-        while not self.done and self._pieces[self._next].needs <= delivered:
-            piece = self._pieces[self._next]
-            result = self._scratch[: piece.end - piece.start]
-            for part in piece.parts:
-                out = result[part.out_start - piece.start : part.out_end - piece.start]
+        while ready := self._ready(delivered):
+            start, end = ready[0].start, ready[-1].end
+            result = self._scratch[: end - start]
+            for part in united([part for piece in ready for part in piece.parts]):
+                out = result[part.out_start - start : part.out_end - start]
                 rows = [row[part.start : part.end] for row in self._rows]
                 self._aggregation.reduce(part, rows, out)
                 if part.rule == "majority":
                     self._compare(part.start, rows, out)
             self._hasher.update(result.data)
-            for start in range(0, len(result), CHUNK_BYTES):
-                body = result[start : start + CHUNK_BYTES].data
-                frames.append(encode_frame(CHUNK, body, attempt=self._attempt, offset=piece.start + start))
-            self._next += 1
+            for first in range(0, len(result), CHUNK_BYTES):
+                body = result[first : first + CHUNK_BYTES].data
+                frames.append(encode_frame(CHUNK, body, attempt=self._attempt, offset=start + first))
+            self._next += len(ready)
         return frames
 
+    def _ready(self, delivered: int) -> Sequence[Piece]:
+        """The next pieces that can be made at once; none if the next one cannot."""
+        first = last = self._next
+        while last < len(self._pieces) and self._pieces[last].needs <= delivered:
+            if last > first and self._pieces[last].end - self._pieces[first].start > self._frame_bytes:
+                break
+            last += 1
+        return self._pieces[first:last]
+
     def _compare(self, start: int, rows: list[Bytes], result: Bytes) -> None:
-        for first in range(0, len(result), _BLOCK):
-            if not self._exact and ((start + first) // _BLOCK + self._phase) % 4:
-                continue
-            block = result[first : first + _BLOCK].view(np.uint64)
-            self._compared += block.size * 64
-            for index, row in enumerate(rows):
-                differing = np.bitwise_count(row[first : first + _BLOCK].view(np.uint64) ^ block)
-                self._differing[index] += int(differing.sum())
+        """Which blocks are compared does not depend on how the result is cut."""
+        first = 0
+        while first < len(result):
+            block = (start + first) // _BLOCK
+            last = min((block + 1) * _BLOCK - start, len(result))
+            if self._exact or (block + self._phase) % 4 == 0:
+                made = result[first:last].view(np.uint64)
+                self._compared += made.size * 64
+                for index, row in enumerate(rows):
+                    differing = np.bitwise_count(row[first:last].view(np.uint64) ^ made)
+                    self._differing[index] += int(differing.sum())
+            first = last
 
     def commit(self) -> None:
         """The round is committed with this result."""

@@ -68,6 +68,12 @@ def peer(address: str) -> str:
     return rest if separator and kind in ("ipv4", "ipv6") else address
 
 
+def port_of(address: str) -> int:
+    """The port of such a peer; 0 if it has none."""
+    port = peer(address).rpartition(":")[2]
+    return int(port) if port.isdigit() else 0
+
+
 def _is_host(host: str) -> bool:
     if re.fullmatch(r"[0-9.]+", host):  # all digits and dots: meant as IPv4, so it has to be one
         try:

@@ -440,6 +440,7 @@ class SliceNews(_message.Message):
     DIFFERING_FIELD_NUMBER: _builtins.int
     COMPARED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     topology: _builtins.int
     slice: _builtins.int
@@ -462,6 +463,10 @@ class SliceNews(_message.Message):
     def differing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """voted bits of each voter that differ from the result"""
 
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """on whose samples, for each of `arrived`"""
+
     def __init__(
         self,
         *,
@@ -475,14 +480,40 @@ class SliceNews(_message.Message):
         differing: _abc.Iterable[_builtins.int] | None = ...,
         compared: _builtins.int = ...,
         failed: _builtins.str = ...,
+        leases: _abc.Iterable[Global___Lease] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "attempt", b"attempt", "compared", b"compared", "differing", b"differing", "digest", b"digest", "failed", b"failed", "refused", b"refused", "round", b"round", "slice", b"slice", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "attempt", b"attempt", "compared", b"compared", "differing", b"differing", "digest", b"digest", "failed", b"failed", "leases", b"leases", "refused", b"refused", "round", b"round", "slice", b"slice", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SliceNews: _TypeAlias = SliceNews  # noqa: Y015
+
+@_typing.final
+class Lease(_message.Message):
+    """Samples that a node reads in a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """global sample index"""
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class SliceRefusal(_message.Message):
@@ -631,6 +662,7 @@ class CoordinatorMessage(_message.Message):
     REDUCE_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     TUNNEL_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def round_open(self) -> Global___RoundOpen: ...
     @_builtins.property
@@ -649,6 +681,8 @@ class CoordinatorMessage(_message.Message):
     def committed(self) -> Global___Commit: ...
     @_builtins.property
     def tunnel(self) -> Global___Tunnel: ...
+    @_builtins.property
+    def paused(self) -> Global___Paused: ...
     def __init__(
         self,
         *,
@@ -661,16 +695,43 @@ class CoordinatorMessage(_message.Message):
         reduce: Global___Reduce | None = ...,
         committed: Global___Commit | None = ...,
         tunnel: Global___Tunnel | None = ...,
+        paused: Global___Paused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "paused", b"paused", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "paused", b"paused", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop", "replay", "topology", "reduce", "committed", "tunnel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop", "replay", "topology", "reduce", "committed", "tunnel", "paused"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___CoordinatorMessage: _TypeAlias = CoordinatorMessage  # noqa: Y015
+
+@_typing.final
+class Paused(_message.Message):
+    """No round is opened until a message without a reason comes, however long that takes. Said anew in every session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """in words, for people; empty: rounds are opened again"""
+    round: _builtins.int
+    """rounds committed so far"""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Paused: _TypeAlias = Paused  # noqa: Y015
 
 @_typing.final
 class Topology(_message.Message):
@@ -683,24 +744,38 @@ class Topology(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    SAME_TABLES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """grows; 0 is none"""
+    since: _builtins.int
+    """not 0: what differs from that topology, the last one of this session"""
+    same_tables: _builtins.bool
+    """with `since`: `tables` are as they were"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerNode]:
         """all members of the roster, the receiver among them"""
 
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableSlices]: ...
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """with `since`: nodes that are not named any more"""
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         nodes: _abc.Iterable[Global___PeerNode] | None = ...,
         tables: _abc.Iterable[Global___TableSlices] | None = ...,
+        since: _builtins.int = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
+        same_tables: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "number", b"number", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "nodes", b"nodes", "number", b"number", "same_tables", b"same_tables", "since", b"since", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -820,6 +895,7 @@ class Reduce(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     MEAN_WEIGHTS_FIELD_NUMBER: _builtins.int
     TELL_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     topology: _builtins.int
     attempt: _builtins.int
@@ -837,6 +913,10 @@ class Reduce(_message.Message):
     def mean_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of their means"""
 
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """of the voters: contributions that were made of other samples do not count"""
+
     def __init__(
         self,
         *,
@@ -847,10 +927,11 @@ class Reduce(_message.Message):
         weights: _abc.Iterable[_builtins.int] | None = ...,
         mean_weights: _abc.Iterable[_builtins.int] | None = ...,
         tell: _builtins.bool = ...,
+        leases: _abc.Iterable[Global___Lease] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "mean_weights", b"mean_weights", "round", b"round", "tell", b"tell", "topology", b"topology", "voters", b"voters", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "leases", b"leases", "mean_weights", b"mean_weights", "round", b"round", "tell", b"tell", "topology", b"topology", "voters", b"voters", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1256,12 +1337,15 @@ class PeerHello(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     SLICE_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     run_digest: _builtins.str
     sender: _builtins.str
     """node"""
     token: _builtins.bytes
     """of the pair, see PeerNode"""
+    seen: _builtins.str
+    """in the answer to Reach: HOST:PORT from which the call came"""
     @_builtins.property
     def slice(self) -> Global___SliceUp: ...
     @_builtins.property
@@ -1275,10 +1359,11 @@ class PeerHello(_message.Message):
         token: _builtins.bytes = ...,
         slice: Global___SliceUp | None = ...,
         fetch: Global___FetchResult | None = ...,
+        seen: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "kind", b"kind", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "kind", b"kind", "protocol", b"protocol", "run_digest", b"run_digest", "sender", b"sender", "slice", b"slice", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "kind", b"kind", "protocol", b"protocol", "run_digest", b"run_digest", "seen", b"seen", "sender", b"sender", "slice", b"slice", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["slice", "fetch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -1294,10 +1379,15 @@ class SliceUp(_message.Message):
     TOPOLOGY_FIELD_NUMBER: _builtins.int
     SLICE_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     topology: _builtins.int
     slice: _builtins.int
     nbytes: _builtins.int
+    @_builtins.property
+    def lease(self) -> Global___Lease:
+        """what the contribution was made of: one of another lease takes the place of an earlier one"""
+
     def __init__(
         self,
         *,
@@ -1305,10 +1395,11 @@ class SliceUp(_message.Message):
         topology: _builtins.int = ...,
         slice: _builtins.int = ...,
         nbytes: _builtins.int = ...,
+        lease: Global___Lease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "round", b"round", "slice", b"slice", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "nbytes", b"nbytes", "round", b"round", "slice", b"slice", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1764,7 +1855,7 @@ class StatusReply(_message.Message):
     run_digest: _builtins.str
     method: _builtins.str
     phase: _builtins.str
-    """"gathering", "syncing", "training", "done", "failed" """
+    """"gathering", "syncing", "training", "paused", "done", "failed" """
     reason: _builtins.str
     """why it is in that phase, in words"""
     round: _builtins.int
@@ -1870,6 +1961,7 @@ class ProbeReply(_message.Message):
     TIME_FIELD_NUMBER: _builtins.int
     WHY_NOT_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    FROM_PORT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     """of Atoll, for people"""
@@ -1882,6 +1974,8 @@ class ProbeReply(_message.Message):
     """the coordinator's clock, seconds since 1970"""
     why_not: _builtins.str
     """why the caller cannot be reached at `host` and `port`; empty: it can, or no port was given"""
+    from_port: _builtins.int
+    """port from which the call came"""
     @_builtins.property
     def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """HOST:PORT of nodes that have been reached there"""
@@ -1897,10 +1991,11 @@ class ProbeReply(_message.Message):
         time: _builtins.float = ...,
         why_not: _builtins.str = ...,
         peers: _abc.Iterable[_builtins.str] | None = ...,
+        from_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "peers", b"peers", "protocol", b"protocol", "run_digest", b"run_digest", "time", b"time", "transport", b"transport", "version", b"version", "why_not", b"why_not"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_port", b"from_port", "host", b"host", "peers", b"peers", "protocol", b"protocol", "run_digest", b"run_digest", "time", b"time", "transport", b"transport", "version", b"version", "why_not", b"why_not"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

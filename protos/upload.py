@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Final
 
 import xxhash
 from google.protobuf.message import DecodeError
 
 from protos.atoll_pb2 import ContributionEnd
 from protos.refusal import BAD_DIGEST, BAD_FRAME, OUT_OF_ORDER, OVERSIZED, TRUNCATED, Refused
-from protos.wire import CHUNK, END, Frame, encode_frame
+from protos.wire import CHUNK, CHUNK_BYTES, END, Frame, encode_frame
+
+LEAST_BYTES: Final = 64 << 10  # of a chunk, but for the last: each message costs as much as some of its bytes
+_SHARE: Final = 24  # chunks of a payload, if they are not larger than a chunk may be
+
+
+def chunk_bytes(nbytes: int) -> int:
+    """Of the chunks by which a payload of ``nbytes`` goes to a hub.
+
+    What comes back is made of a chunk of every sender: it lags behind by that much, and so is all of it late.
+    """
+    share = nbytes // _SHARE
+    return min(max(share - share % LEAST_BYTES, LEAST_BYTES), CHUNK_BYTES)
+
+
+def chunk_stop(start: int, nbytes: int, final: int) -> int:
+    """Where a chunk of about ``nbytes`` ends that begins at ``start``, if bytes up to ``final`` may be
+    sent: small rests go with it."""
+    stop = start + nbytes
+    rest = final - stop
+    return final if rest < LEAST_BYTES and nbytes + rest <= CHUNK_BYTES else stop
 
 
 class Upload(ABC):

@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 HEARTBEAT_SECONDS: Final = 5.0
 MISSED: Final = 3  # heartbeats until a node counts as departed
+FLOOR_SECONDS: Final = 5.0  # of a silence between nodes: lost packets or a busy machine take as long
+FACTOR: Final = 1.0  # of the time that the others took: one that is silent makes a round last twice as long
 _SLACK_SECONDS: Final = 60.0  # for transfers and the reduction
 
 
@@ -20,6 +22,12 @@ class Wait(NamedTuple):
     name: str
     seconds: float
     key: str = ""
+
+
+def patience(took: float, floor: float = FLOOR_SECONDS, factor: float = FACTOR) -> float:
+    """Seconds of silence for one of several that ought to be done at the same time, where the others took
+    ``took``."""
+    return max(floor, factor * took)
 
 
 def longest_round(deadline: float, start_timeout: float) -> float:

@@ -23,10 +23,11 @@ def until(
     watch: subprocess.Popen[str] | subprocess.Popen[bytes] | None = None,
     fate: Callable[[], str] = lambda: "",
     deadline: float = DEADLINE,
+    pause: float = _POLL_SECONDS,
 ) -> None:
     """Wait until ``holds()``; fails when ``watch`` ends before it does, or at the deadline.
 
-    ``what`` names what is waited for; ``fate()`` tells more of a failure.
+    ``what`` names what is waited for; ``fate()`` tells more of a failure; looks are ``pause`` seconds apart.
     """
     end = time.monotonic() + deadline
     while not holds():
@@ -34,7 +35,7 @@ def until(
             assert holds(), f"the process ended with {watch.returncode} before {what}; {fate()}"
             return
         assert time.monotonic() < end, f"{what} did not come within {deadline:g} s; {fate()}"
-        _never.wait(_POLL_SECONDS)
+        _never.wait(pause)
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import xxhash
 from grpc import aio
@@ -18,8 +18,7 @@ from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import LINE_BYTES
-
-_LEAST_BYTES: Final = 64 << 10  # of a chunk, but for the last: a payload that fills slowly costs few frames
+from protos.upload import LEAST_BYTES, chunk_bytes, chunk_stop
 
 
 @dataclass(frozen=True)
@@ -111,11 +110,12 @@ async def _upload(
     with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(wire.encode_frame(wire.HEADER, contribution.header.SerializeToString()))
         offset, end = 0, 0 if payload is None else len(payload)
+        size = chunk_bytes(end)
         while payload is not None and offset < end:
-            final = await _final(filling, min(offset + _LEAST_BYTES, end), end, over)
+            final = await _final(filling, min(offset + LEAST_BYTES, end), end, over)
             if over.is_set():
                 break
-            chunk = payload[offset : min(offset + wire.CHUNK_BYTES, final)]
+            chunk = payload[offset : chunk_stop(offset, size, final)]
             hasher.update(chunk)
             await call.write(wire.encode_frame(wire.CHUNK, chunk, offset=offset))
             offset += len(chunk)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,40 @@ from node.exchange.link import Link
 from node.exchange.peers.rounds import PeerRounds
 from node.exchange.replay import Replay, held_buckets
 from node.exchange.result import round_result
-from node.exchange.retry import Patience, Say, Timing
+from node.exchange.retry import Patience, Say, Timing, ended
 from node.exchange.standing import Standing
 from node.exchange.tensor_bytes import byte_view
 from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable, TableSchedule
+
+
+@dataclass
+class _Work:
+    """A rank's part in one round, from the first attempt to the commit.
+
+    Attributes:
+        order: the present one; a new stream of the session may bring another.
+        memory: the payload; ``None``: the rank abstains for ``reason``.
+        filling: how far the payload has been written.
+        into: as many bytes as the result has.
+        between: the round, while its slices travel between nodes.
+        asked: it is decided, and the result is asked for like that of a round before.
+        hidden: a stream has broken once without a reason.
+    """
+
+    order: RoundOrder
+    memory: memoryview | None
+    filling: Filling | None
+    into: memoryview
+    reason: str
+    between: asyncio.Future[pb.Commit] | None = None
+    asked: bool = False
+    hidden: bool = False
+
+    def abstain(self, reason: str) -> None:
+        """There is nothing to contribute any more."""
+        self.memory, self.reason = None, reason
 
 
 class Contributor:
@@ -92,8 +121,10 @@ class Contributor:
         if memory is not None or order.round != self._sent_round:
             self._sent_round, self._sent_as = order.round, set()
         part = self._part(order.round)
+        self._link.traffic.compose(part)
         result = self._result[: part.result_nbytes]
-        commit = await self._unless_halted(order, memory, filling, byte_view(result), reason)
+        work = _Work(order, memory, filling, byte_view(result), reason)
+        commit = await self._unless_halted(work)
         return round_result(commit, result, counted=self._counted(commit))
 
     def replay(self, order: ReplayOrder) -> Replay:
@@ -130,105 +161,103 @@ class Contributor:
     def _part(self, round_index: int) -> BucketTable:
         return (self._lane or self._tables).of(round_index)
 
-    async def _unless_halted(
-        self,
-        order: RoundOrder,
-        memory: memoryview | None,
-        filling: Filling | None,
-        into: memoryview,
-        reason: str,
-    ) -> pb.Commit:
-        work = self._reducing = asyncio.ensure_future(self._contribute(order, memory, filling, into, reason))
+    async def _unless_halted(self, work: _Work) -> pb.Commit:
+        reducing = self._reducing = asyncio.ensure_future(self._contribute(work))
         halt = asyncio.ensure_future(self._session.halted.wait())
         try:
-            await asyncio.wait({work, halt}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise RoundLost(f"round {order.round + 1} was broken off: this node has been told to stop")
-            return await work
+            await asyncio.wait({reducing, halt}, return_when=asyncio.FIRST_COMPLETED)
+            if not reducing.done():
+                raise RoundLost(
+                    f"round {work.order.round + 1} was broken off: this node has been told to stop"
+                )
+            return await reducing
         finally:
-            work.cancel()
             halt.cancel()
+            await ended(reducing)  # nothing of it may touch the next round
 
-    async def _contribute(
-        self,
-        order: RoundOrder,
-        memory: memoryview | None,
-        filling: Filling | None,
-        into: memoryview,
-        reason: str,
-    ) -> pb.Commit:
-        session = self._session
+    async def _contribute(self, work: _Work) -> pb.Commit:
+        """Try until there is a commit, whatever breaks meanwhile."""
         patience = Patience(
-            f"the commit of round {order.round + 1}", self._link.limits.reconnect, self._timing, self._say
+            f"the commit of round {work.order.round + 1}",
+            self._link.limits.reconnect,
+            self._timing,
+            self._say,
         )
-        hidden = asked = False
-        between: asyncio.Future[pb.Commit] | None = None  # the round, while its slices travel between nodes
         try:
             while True:
-                order = await session.confirmed(order)
-                if memory is not None:
-                    self._sent_as.add(session.node)
-                self.sending = memory is not None
+                work.order = await self._session.confirmed(work.order)
+                if work.memory is not None:
+                    self._sent_as.add(self._session.node)
+                self.sending = work.memory is not None
                 try:
-                    if not order.topology or order.result_ready or asked:
-                        return await self._through_coordinator(order, memory, filling, into, reason)
-                    if between is None or between.done():
-                        between = asyncio.ensure_future(
-                            self._peers_of(order).reduce(
-                                order, memory, filling, into, reason, self._mark_sent
-                            )
-                        )
-                    newer = await self._opened_anew(order, between)
-                    if newer is None:
-                        return await between
-                    order = newer
-                    if not order.topology or order.result_ready:
-                        between.cancel()
-                        await asyncio.wait({between})
-                    else:
-                        self._peers_of(order).rejoined()
+                    if (commit := await self._attempt(work)) is not None:
+                        return commit
                 except Withdrawn as withdrawn:
-                    memory, reason = None, str(withdrawn)
+                    work.abstain(str(withdrawn))
                 except Trouble as trouble:
-                    asked = asked or self._decided(order)
-                    if not asked and self._cut_off(order, trouble):
-                        self._say(f"cut off in round {order.round + 1}: {trouble}")
-                        order = await session.offered_again(order)
-                    elif trouble.kind is Kind.REFUSED and memory is not None:
-                        self._say(
-                            f"the contribution to round {order.round + 1} was refused: {trouble}; "
-                            "fetching the result"
-                        )
-                        memory, reason = None, "its contribution was refused"
-                    elif trouble.kind is Kind.HIDDEN and not hidden:
-                        hidden = True
-                    elif trouble.kind is Kind.HIDDEN:
-                        # Too late or refused. An abstention is so short that the answer gets through.
-                        memory, reason = None, "its contribution was not taken"
-                        await patience.endure(trouble)
-                    else:
-                        await patience.endure(trouble)
+                    await self._answer(work, trouble, patience)
                 finally:
                     self.sending = False
         finally:
-            if between is not None:
-                between.cancel()
+            if work.between is not None:
+                await ended(work.between)
 
-    async def _through_coordinator(
-        self,
-        order: RoundOrder,
-        memory: memoryview | None,
-        filling: Filling | None,
-        into: memoryview,
-        reason: str,
-    ) -> pb.Commit:
+    async def _attempt(self, work: _Work) -> pb.Commit | None:
+        """The commit by the way that the order names; ``None``: another order has taken its place."""
+        order = work.order
+        if not order.topology or order.result_ready or work.asked:
+            return await self._through_coordinator(work)
+        if work.between is None or work.between.done():
+            work.between = asyncio.ensure_future(
+                self._peers_of(order).reduce(
+                    order, work.memory, work.filling, work.into, work.reason, self._mark_sent
+                )
+            )
+        newer = await self._opened_anew(order, work.between)
+        if newer is None:
+            return await work.between
+        work.order = newer
+        if not newer.topology or newer.result_ready:
+            await ended(work.between)
+        else:
+            self._peers_of(newer).rejoined()
+        return None
+
+    async def _answer(self, work: _Work, trouble: Trouble, patience: Patience) -> None:
+        """Make the next attempt another one, or wait for it.
+
+        Raises:
+            RoundLost: the session has something else for this node.
+            Trouble: another attempt is of no use.
+        """
+        order = work.order
+        work.asked = work.asked or self._decided(order)
+        if not work.asked and self._cut_off(order, trouble):
+            self._say(f"cut off in round {order.round + 1}: {trouble}")
+            work.order = await self._session.offered_again(order)
+        elif trouble.kind is Kind.REFUSED and work.memory is not None:
+            self._say(
+                f"the contribution to round {order.round + 1} was refused: {trouble}; fetching the result"
+            )
+            work.abstain("its contribution was refused")
+        elif trouble.kind is Kind.HIDDEN and not work.hidden:
+            work.hidden = True
+        elif trouble.kind is Kind.HIDDEN:
+            # Too late or refused. An abstention is so short that the answer gets through.
+            work.abstain("its contribution was not taken")
+            await patience.endure(trouble)
+        else:
+            await patience.endure(trouble)
+
+    async def _through_coordinator(self, work: _Work) -> pb.Commit:
         """The commit from the coordinator, with the result, or with the names of those who have it."""
-        if order.topology:  # it is decided, and the coordinator takes no slices
-            memory = filling = None
-        contribution = Contribution(self._header(order, memory, reason), memory, filling)
-        commit = await contribute(self._link, self._session.secret, contribution, into, self._mark_sent)
+        # With a topology it is decided, and the coordinator takes no slices.
+        memory = None if work.order.topology else work.memory
+        filling = None if memory is None else work.filling
+        contribution = Contribution(self._header(work.order, memory, work.reason), memory, filling)
+        commit = await contribute(self._link, self._session.secret, contribution, work.into, self._mark_sent)
         if commit.slices:
-            await self._peers_of(order).complete(commit, into, "state")
+            await self._peers_of(work.order).complete(commit, work.into, "state")
         return commit
 
     async def _opened_anew(self, order: RoundOrder, between: asyncio.Future[pb.Commit]) -> RoundOrder | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from node.exchange.base import (
 )
 from node.exchange.chunks_down import get_chunks
 from node.exchange.chunks_up import Uploads
+from node.exchange.connections import Connections
 from node.exchange.contributor import Contributor
 from node.exchange.filling import Filling
 from node.exchange.link import Limits, Link
@@ -200,11 +202,18 @@ class HubExchange:
 
     def next_order(self) -> Order:
         """See :class:`node.exchange.base.Exchange`."""
-        return self._call(
-            self._session.next_order(),
-            self.limits.order,
-            f"waiting for the coordinator at {self.address} to go on",
-        )
+        return self._call(self._ordered(), threading.TIMEOUT_MAX, "waiting for an order")
+
+    async def _ordered(self) -> Order:
+        """The next order; a run that is paused may take as long as it likes."""
+        session = self._session
+        what = f"waiting for the coordinator at {self.address} to go on"
+        while True:
+            try:
+                return await within(self.limits.order, what, session.next_order())
+            except Trouble:
+                if session.halted.is_set() or not session.paused:
+                    raise
 
     def reduce(
         self,
@@ -303,6 +312,11 @@ class HubExchange:
     def reducer_tensors(self) -> dict[str, torch.Tensor]:
         """See :class:`node.exchange.base.Exchange`: the coordinator holds it."""
         return {}
+
+    def connections(self) -> Connections:
+        """As they are now; any thread may ask."""
+        node = self._session.node
+        return Connections(node) if self._peers is None else self._peers.connections(node)
 
     def bytes_counted(self) -> tuple[int, int]:
         """See :class:`node.exchange.base.Exchange`."""

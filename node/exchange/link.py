@@ -51,13 +51,20 @@ async def seen_out(call: Any) -> None:
 
 
 class Link:
-    """Opened and used in the network thread only."""
+    """Opened and used in the network thread only.
+
+    Attributes:
+        address: of the coordinator, HOST:PORT.
+        limits: deadlines.
+        traffic: what has been counted.
+    """
 
     def __init__(self, invite: Invite, counter: Meter, limits: Limits) -> None:
         self.address = invite.address
         self.limits = limits
         self._token = invite.token
         self._meter = counter
+        self.traffic = counter.traffic
         self._control: aio.Channel | None = None
         self._bulk: aio.Channel | None = None
         self._former: list[aio.Channel | None] = []

@@ -105,6 +105,52 @@ async def persist(attempt: Callable[[], Awaitable[T]], patience: Patience) -> T:
             await patience.endure(trouble)
 
 
+class Steps:
+    """A deadline that has a name for each of many steps: like :func:`within` around each, with one timer for
+    all of them.
+
+    Attributes:
+        over: raises Trouble of kind SILENT once a step has taken too long.
+
+    Args:
+        seconds: for a step.
+        what: takes so long.
+    """
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds, self._what = seconds, what
+        self._since: float | None = None
+        self._timer = self._loop.call_later(seconds, self._look)
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self.over.add_done_callback(_seen)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """It is done."""
+        self._since = None
+
+    def close(self) -> None:
+        """There are no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        left = self._seconds - (0.0 if self._since is None else now - self._since)
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self.over.set_exception(too_long(self._seconds, self._what))
+
+
+def too_long(seconds: float, what: str) -> Trouble:
+    """What has a deadline is over it."""
+    return Trouble(Kind.SILENT, f"{what} took longer than {seconds:.3g} s")
+
+
 async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
     """``work`` with a deadline that has a name.
 
@@ -121,8 +167,16 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
             task.cancel()
             await asyncio.wait({task})
     if not done:
-        raise Trouble(Kind.SILENT, f"{what} took longer than {seconds:.3g} s")
+        raise too_long(seconds, what)
     return task.result()
+
+
+async def ended(task: asyncio.Future[T]) -> None:
+    """Cancel ``task``, and wait until it has come to its end; what that is does not matter."""
+    task.add_done_callback(_seen)
+    task.cancel()
+    if not task.done():
+        await asyncio.wait({task})
 
 
 def _seen(task: asyncio.Future[T]) -> None:

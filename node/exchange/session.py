@@ -133,6 +133,7 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self.generation = 0  # of the stream: grows with every reconnect
         self.connected = False
+        self.paused = ""  # why the coordinator opens no rounds; empty: it does, as far as is known
         self.halted = asyncio.Event()  # ordered to leave before the run's end, or given up
 
     @property
@@ -285,7 +286,7 @@ class Session:
         self._orders.clear()
         self._first = None
         self.generation += 1
-        self.connected = True
+        self.connected, self.paused = True, ""
         self._tell()
         writer = asyncio.ensure_future(self._write(call, admission.heartbeat_seconds))
         try:
@@ -344,6 +345,9 @@ class Session:
             self._follower.reached()
         self._heard = True
         self._unheard.clear()
+        if message.HasField("paused"):
+            self._pause(message.paused)
+            return
         order = order_of(message, self.generation)
         if order is None:
             self._listener(message)
@@ -359,6 +363,13 @@ class Session:
         if first is None or self.halted.is_set():
             self._tell()
         self._news.set()
+
+    def _pause(self, message: pb.Paused) -> None:
+        self.paused = message.reason
+        if self.paused:
+            self._say(f"the run is paused after round {message.round}: {self.paused}; this node waits")
+        else:
+            self._say("the run goes on")
 
     def _tell(self) -> None:
         """Something has changed: wake who waits here, and publish."""

@@ -82,6 +82,17 @@ def shard(
     return loss
 
 
+def transfers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """What this rank has done for the sharded units of a model: by the kind of the collective, how often, and
+    bytes of tensors (of a gather those received, of a reduce those sent)."""
+    counters = {id(unit.comm): unit.comm.counters for _, unit in units_of(model)}.values()
+    return {
+        "gather": (sum(c.gathers for c in counters), sum(c.gathered_bytes for c in counters)),
+        "reduce": (sum(c.reduces for c in counters), sum(c.reduced_bytes for c in counters)),
+        "scalar": (sum(c.scalars for c in counters), 0),
+    }
+
+
 def tell_arrivals(model: nn.Module, arrived: Callable[[Tensor], None]) -> None:
     """Call ``arrived`` with each parameter of which this rank holds something, whenever a backward pass has
     put its reduced gradient in place."""

@@ -20,8 +20,8 @@ FLOORS = {"hub": 2.0, "direct": 0.75, "swarm": 0.75}  # seconds of 50 M votes be
 def calls(seconds: float, data: float, control: int = 0) -> list[Call]:
     """A round in which the last node was ready and done half a second after the others."""
     half = round(data / 2)
-    late = Call(0.5, seconds, round(data), half, half, control)
-    return [Call(0.0, seconds - 0.5, round(data), half, half, control)] * (NODES - 1) + [late]
+    late = Call(0.5, seconds, round(data), half, half, control, cpu=0.5)
+    return [Call(0.0, seconds - 0.5, round(data), half, half, control, cpu=0.1)] * (NODES - 1) + [late]
 
 
 def outcome(place: exchange.Place = SLOW, **slower: float) -> Outcome:
@@ -30,7 +30,8 @@ def outcome(place: exchange.Place = SLOW, **slower: float) -> Outcome:
     for name, seconds in spans.items():
         data = 2 * node_bytes(name, NODES, exchange.PARAMETERS)
         rounds[name] = [calls(seconds * slower.get(name, 1.0), data, 100)] * 3
-    return Outcome(place, exchange.PARAMETERS, rounds)
+    coordinators = {"hub": [0.1, 3.0, 9.0], "direct": [0.1] * 3, "swarm": [0.1] * 3}
+    return Outcome(place, exchange.PARAMETERS, rounds, coordinators=coordinators)
 
 
 def test_a_butterfly_moves_two_bits_a_parameter_and_a_hub_as_many_as_it_has_nodes() -> None:
@@ -50,6 +51,10 @@ def test_figures_are_of_the_slowest_node_and_hold_their_bars() -> None:
     assert figures["gloo_over_direct_100m"] == pytest.approx(24.0 / 0.9)
     assert figures["direct_thin_coordinator_100m"] == pytest.approx(0.95 / 0.9)
     assert figures["bytes_over_formula_swarm_down_100m"] == pytest.approx(1.0)
+    assert figures["direct_cpu_seconds_100m"] == pytest.approx(0.2)
+    assert figures["hub_coordinator_cpu_seconds_100m"] == 3.0
+    assert figures["direct_cpu_over_floor_100m"] == pytest.approx(0.2 / 0.75)
+    assert figures["hub_cpu_over_floor_100m"] == pytest.approx(1.5)
     assert report.missed() == []
     slow = Report("exchange")
     fill(slow, [outcome(swarm=1.5)], bars=True)

@@ -41,7 +41,7 @@ class Member(FakeNode):
             assert message is not None
             kind = message.WhichOneof("kind")
             if kind == "topology":
-                self.topology = message.topology
+                self._revise(message.topology)
             elif kind == "reduce":
                 self.reduces = message.reduce
             else:
@@ -65,9 +65,18 @@ class Member(FakeNode):
         while waiting and waiting[0].WhichOneof("kind") in ("topology", "reduce"):
             message = waiting.popleft()
             if message.HasField("topology"):
-                self.topology = message.topology
+                self._revise(message.topology)
             else:
                 self.reduces = message.reduce
+
+    def _revise(self, message: pb.Topology) -> None:
+        if message.since:
+            assert message.since == self.topology.number, "it differs from what this node was told last"
+            nodes = {node.node: node for node in self.topology.nodes if node.node not in message.gone}
+            nodes.update((node.node, node) for node in message.nodes)
+            tables = self.topology.tables if message.same_tables else message.tables
+            message = pb.Topology(number=message.number, nodes=list(nodes.values()), tables=tables)
+        self.topology = message
 
     def slices(self) -> Sequence[pb.SliceOf]:
         return self.topology.tables[0].slices if self.topology.tables else []
@@ -85,12 +94,21 @@ class Member(FakeNode):
             "topology": self.topology.number,
             "slice": index,
             "arrived": arrived,
+            "leases": [self._lease(name) for name in arrived],
             "attempt": order.attempt,
             "digest": digest,
             "differing": differing,
             "compared": 100 if made else 0,
         }
         self.say(slice_news=pb.SliceNews(**{**values, **fields}))
+
+    def _lease(self, name: str) -> pb.Lease:
+        """What the coordinator takes a node to work on."""
+        active = self.hub.run.active
+        member = active.members.get(name) if active is not None else None
+        if member is None or member.lease is None:
+            return pb.Lease()
+        return pb.Lease(start=member.lease.start, count=member.lease.count)
 
     def holds(self, round_index: int, slices: int) -> None:
         whole = xxhash.xxh3_128(b"".join(bytes([index + 1]) * 16 for index in range(slices))).digest()
@@ -347,6 +365,24 @@ async def test_an_old_attempt_does_not_count() -> None:
     assert not reef.told(RoundCommitted)
 
 
+async def test_what_was_made_of_other_samples_does_not_count() -> None:
+    reef = Reef(2)
+    opened = await reef.begin()
+    for node, lease in zip(reef.nodes, opened, strict=True):
+        assert node.reduces is not None
+        assert node.reduces.leases[opened.index(lease)].start == lease.lease_start
+    others = [pb.Lease(start=lease.lease_start + 1000, count=lease.lease_count) for lease in opened]
+    for index, part in enumerate(reef.nodes[0].slices()):
+        reef.by(part.reducer).news(index, NAMES[:2], leases=others)
+    active = reef.run.active
+    assert active is not None and all(member.pending for member in active.members.values())
+    for index, part in enumerate(reef.nodes[0].slices()):
+        reef.by(part.reducer).news(index, NAMES[:2], leases=others[:1])  # makes no sense
+    assert all(member.pending for member in active.members.values())
+    reef.reduce(made=False)
+    assert not any(member.pending for member in active.members.values())
+
+
 async def test_the_slices_of_a_reducer_that_leaves_go_to_others_within_the_round() -> None:
     reef = Reef()
     await reef.begin()
@@ -429,12 +465,73 @@ async def test_without_anybody_who_can_be_reached_the_round_goes_by_the_hub() ->
     assert (await nodes[0].receive(exchanges[0])).commit is not None
 
 
-async def test_an_island_of_ranks_makes_everybody_use_the_hub() -> None:
-    site = Site(2, present=0, table=TABLE, transport="direct")
+@pytest.mark.parametrize("transport", ["direct", "auto"])
+async def test_an_island_of_ranks_makes_everybody_use_the_hub(transport: str) -> None:
+    site = Site(2, present=0, table=TABLE, transport=transport)
     one = Member(site.hub, endpoint=pb.Endpoint(direct="10.0.0.1:1"))
     two = Member(site.hub, ranks=2)
     assert (await one.opened()).topology == 0 and (await two.opened()).topology == 0
-    assert "node-1" in site.run.mesh.reason
+    (made,) = site.told(TopologyMade)
+    assert made.reducers == () and "node-1: what a node of several ranks has" in made.reason
+    assert site.hub.status().ways == f"{transport}: {made.reason}"
+
+
+async def test_the_coordinator_reduces_everything_or_nothing() -> None:
+    """One node that can be called takes all slices: of M contributions M - 1 pass its link, at the
+    coordinator all M would. Without any, the coordinator takes them."""
+    site = Site(3, present=0, table=TABLE, transport="direct")
+    nodes = [Member(site.hub, endpoint=pb.Endpoint(direct=where)) for where in ("10.0.0.1:1", "", "")]
+    assert all([(await node.opened(0)).topology for node in nodes])
+    assert {part.reducer for part in nodes[0].slices()} == {"node-0"}
+    assert site.told(TopologyMade)[-1].reducers == ("node-0",)
+
+
+async def test_a_newcomer_costs_each_of_many_nodes_one_entry() -> None:
+    """What 100 nodes are sent when another one comes: not 100 times the whole topology."""
+    reef = Reef(100)
+    await reef.begin()
+    sent: list[pb.Topology] = []
+
+    def count(node: Any, message: pb.CoordinatorMessage) -> None:
+        if message.HasField("topology"):
+            sent.append(message.topology)
+        send(node, message)
+
+    send, reef.run.send = reef.run.send, count  # type: ignore[method-assign]
+    late = reef.join("10.0.0.200:4601")
+    sizes = sorted(message.ByteSize() for message in sent)
+    assert len(sizes) == 101 and sizes[-1] > 5_000, "the newcomer is told everything"
+    assert sum(sizes[:-1]) < 100 * 120, sum(sizes[:-1])
+    for node in (reef.nodes[0], late):
+        node.drain()
+    assert {peer.node for peer in late.topology.nodes} == {node.id for node in reef.nodes}
+    assert [peer.node for peer in reef.nodes[0].topology.nodes] == [node.id for node in reef.nodes]
+    told = {peer.node: peer for peer in reef.nodes[0].topology.nodes}
+    heard = {peer.node: peer for peer in late.topology.nodes}
+    assert told[late.id].call_token == heard["node-0"].accept_token != b""
+    assert reef.nodes[0].slices() == late.slices()
+    reef.nodes.pop().die()
+    sent.clear()
+    reef.hub.message(
+        reef.nodes[3].node, pb.NodeMessage(endpoint=pb.Endpoint(direct=":9")).SerializeToString()
+    )
+    reef.join("10.0.0.201:4601")
+    assert [list(message.gone) for message in sent[:-1]] == [[late.id]] * 100
+    assert [len(message.nodes) for message in sent[:-1]] == [2] * 100, "the newcomer and who has moved"
+    assert sum(message.ByteSize() for message in sent[:-1]) < 100 * 220
+
+
+async def test_an_announcement_keeps_the_detours_of_ways_that_stay() -> None:
+    reef = Reef(3)
+    await reef.begin()
+    mesh = reef.run.mesh
+    for index in (1, 2):
+        reef.nodes[index].say(detour=pb.Detour(node="node-0", reason="directly: refused"))
+    assert mesh.way("node-1", "node-0") == "tunnel"
+    reef.nodes[0].say(endpoint=pb.Endpoint(direct="10.0.0.1:4601", uplink=1e6, downlink=1e6))
+    assert mesh.way("node-1", "node-0") == mesh.way("node-2", "node-0") == "tunnel"
+    reef.nodes[0].say(endpoint=pb.Endpoint(direct="10.0.0.1:4700", uplink=1e6, downlink=1e6))
+    assert mesh.way("node-1", "node-0") == "direct", "there is another way now"
 
 
 async def test_a_payload_for_a_sliced_round_is_refused_and_its_commit_can_be_asked_for() -> None:

@@ -114,5 +114,8 @@ EVERY: list[of_coordinator.Event] = [
     of_coordinator.NodeDeviated("node-1", 7, "ab" * 16, "cd" * 16, 2, "2 of 3 nodes hold cd"),
     of_coordinator.DigestAgreed(7, "cd" * 16),
     of_coordinator.JournalTrouble("the disk is full", fatal=True),
+    of_coordinator.RunPaused(7, "a planned power cut"),
+    of_coordinator.RunUnpaused(7),
+    of_coordinator.NodeExpelled("node-1", "reef", "votes nonsense"),
     of_coordinator.CoordinatorStopped("suspended", "SIGTERM", 8),
 ]

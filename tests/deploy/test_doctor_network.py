@@ -18,8 +18,8 @@ from coordinator.dialing import reach
 from deploy import doctor_machine, doctor_network, doctor_probe
 from deploy.accelerators import Accelerator
 from deploy.cli import app
+from deploy.doctor_facts import Answer, Connect, Lookup, NetworkFacts, Seen, Trial
 from deploy.doctor_machine import MachineFacts
-from deploy.doctor_network import Answer, Connect, Lookup, NetworkFacts, Trial
 from deploy.finding import Finding
 from node.exchange.peers.direct import DirectCarrier
 from node.exchange.probing import Rate
@@ -127,6 +127,35 @@ def test_nat_and_firewalls() -> None:
     hub = replace(closed, answer=replace(ANSWER, host="203.0.113.9", transport="hub"))
     assert only(doctor_network.translation, hub).level == "ok", "nobody needs to connect to it"
     assert "no NAT" in only(doctor_network.translation, answered(host="2001:db8::1")).text, "another family"
+
+
+HIDDEN = answered(host="203.0.113.9")
+
+
+def seen(*ports: int) -> NetworkFacts:
+    rows = [Seen(f"10.9.0.{i}:4600", 5000, f"203.0.113.9:{port}") for i, port in enumerate(ports)]
+    return replace(HIDDEN, seen=tuple(rows), listening=Trial("203.0.113.9:4700", "no answer"))
+
+
+def test_kinds_of_nat() -> None:
+    assert not list(doctor_network.mapping(HIDDEN)), "nothing is known"
+    assert not list(doctor_network.mapping(replace(FINE, seen=seen(5000).seen))), "there is none"
+    keeps = only(doctor_network.mapping, seen(5000))
+    assert keeps.level == "ok" and "keeps the port of a connection (5000 here" in keeps.text
+    assert (
+        "gives connections other ports (5000 here, 203.0.113.9:61"
+        in only(doctor_network.mapping, seen(61000)).text
+    )
+    cone = only(doctor_network.mapping, seen(61000, 61000, 61000))
+    assert cone.level == "ok" and "a cone for TCP: port 5000 here is 203.0.113.9:61000 for 3" in cone.text
+    facts = seen(61000, 61001)
+    symmetric = only(doctor_network.mapping, facts)
+    assert symmetric.level == "warn" and "symmetric for TCP" in symmetric.text
+    assert "203.0.113.9:61000 and 203.0.113.9:61001" in symmetric.text and "relay" in symmetric.advice
+    forwarded = replace(facts, listening=Trial("203.0.113.9:4700"))
+    assert only(doctor_network.mapping, forwarded).level == "ok", "others get through all the same"
+    hub = replace(facts, answer=replace(ANSWER, host="203.0.113.9", transport="hub"))
+    assert only(doctor_network.mapping, hub).level == "ok", "nobody needs to"
 
 
 def test_bandwidth() -> None:
@@ -239,6 +268,8 @@ async def test_nodes_are_tried_from_here(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         await soon(carrier.close())
     assert [bool(one.why_not) for one in facts.peers] == [False, True] and facts.more_peers == 1
+    assert [one.by for one in facts.seen] == [f"127.0.0.1:{made.server.address.port}", str(there)]
+    assert {one.address for one in facts.seen} == {f"127.0.0.1:{facts.seen[0].local}"}, "from one port"
 
 
 async def test_where_this_machine_cannot_listen() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import UserError
-from deploy.invitation import advertised_host, handed_over, outgoing_address
+from deploy.invitation import advertised_host, given, handed_over, outgoing_address
 from protos.address import Address
-from protos.invite import Invite
+from protos.invite import Invite, InviteError
 
 ROUTES = {socket.AF_INET: "198.51.100.7", socket.AF_INET6: "2001:db8::7"}
 
@@ -67,3 +67,39 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     handing = handed_over(Invite.create("192.0.2.7", 4600), tmp_path / "file" / "invite")
     with pytest.raises(UserError, match="cannot be written"), handing:
         pass
+
+
+def test_an_invite_is_given_as_it_is_or_in_a_file(tmp_path: Path) -> None:
+    invite, path = Invite.create("192.0.2.7", 4600), tmp_path / "invite"
+    assert given(str(invite)) == invite
+    with handed_over(invite, path):
+        assert given(f"@{path}") == invite
+
+
+def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+    invite, path = Invite.create("192.0.2.7", 4600), tmp_path / "invite"
+    clock = iter(range(10))
+
+    def sleep(seconds: float) -> None:
+        if next(clock) == 3:
+            path.write_text(f"{invite}\n")
+
+    assert given(f"@{path}", 60.0, lambda: 0.0, sleep) == invite
+
+
+def test_a_file_that_does_not_come(tmp_path: Path) -> None:
+    clock = iter([0.0, 1.0, 2.0, 3.0])
+    naps: list[float] = []
+    with pytest.raises(UserError, match=r"no invite in .*absent after 2 s"):
+        given(f"@{tmp_path / 'absent'}", 2.0, lambda: next(clock), naps.append)
+    assert len(naps) == 1
+    with pytest.raises(UserError, match=r"no invite in .*absent;"):
+        given(f"@{tmp_path / 'absent'}")
+
+
+def test_a_file_without_an_invite_or_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(InviteError, match="the invite is empty"):
+        given(f"@{tmp_path / 'empty'}")
+    with pytest.raises(UserError, match="cannot be read"):
+        given(f"@{tmp_path}")

@@ -60,6 +60,7 @@ def test_everything_can_be(chosen: list[Options], tmp_path: Path) -> None:
         "--peer-address": "example.org:4701",
         "--uplink": "20 Mbit/s",
         "--downlink": "100 MB/s",
+        "--swarm-listen": "127.0.0.1:4702",
         "--swarm-bootstrap": PEER,
         "--swarm-relay": PEER,
         "--swarm-identity": str(tmp_path / "key"),
@@ -71,7 +72,9 @@ def test_everything_can_be(chosen: list[Options], tmp_path: Path) -> None:
     assert peers.listen == Address("127.0.0.1", 4700) and peers.announced == Address("example.org", 4701)
     assert (peers.uplink, peers.downlink) == (2.5e6, 1e8)
     assert peers.swarm is not None and peers.swarm.identity == tmp_path / "key"
+    assert peers.swarm.listen == ("127.0.0.1",) and peers.swarm.port == 4702
     assert peers.swarm.bootstrap == peers.swarm.relays == (PEER,)
+    assert peers.swarm.reachability == "private"  # others than relays do not reach it
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.ring import BF16_BYTES, Traffic, ring_bytes
+from deploy.ring import Traffic
+from protos.allreduce import BF16_BYTES, ring_bytes
 
 
 def _play_ring(parameters: int, nodes: int) -> list[int]:

@@ -353,6 +353,28 @@ def test_waiting_for_an_order_has_a_deadline_and_a_name(hub: FakeHub, make: Make
         exchange.next_order()
 
 
+def test_a_paused_run_is_waited_for_longer_than_any_order(hub: FakeHub, make: Make) -> None:
+    said, paused = list[str](), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        paused.set()
+
+    exchange = make(say=say)
+    hub.send(pb.CoordinatorMessage(paused=pb.Paused(reason="night", round=7)))
+    assert paused.wait(DEADLINE)
+    assert said == ["the run is paused after round 7: night; this node waits"]
+    exchange.limits = Limits(order=0.05)
+    later = threading.Timer(0.3, hub.open_round, (7,))  # several times the deadline
+    later.start()
+    order = exchange.next_order()
+    assert isinstance(order, RoundOrder) and order.round == 7
+    hub.send(pb.CoordinatorMessage(paused=pb.Paused()))
+    with pytest.raises(ExchangeError, match=r"took longer than 0.05 s"):
+        exchange.next_order()
+    assert said[1:] == ["the run goes on"]
+
+
 # ----------------------------------------------------------------------------------------- session messages
 
 

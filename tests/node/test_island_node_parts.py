@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,12 +158,13 @@ def test_a_lost_lane_is_lost_on_every_rank() -> None:
 
 def test_figures_add_up_and_losses_are_weighted_by_tokens() -> None:
     parts = [
-        Figures({"a": "1"}, 2.0, 30, 0.5, 1.0, 10, 20),
-        Figures({"b": "2"}, 4.0, 10, 0.25, 0.5, 1, 2),
-        Figures({}, math.nan, 0, 0.125, 0.25, 0, 0),
+        Figures({"a": "1"}, 2.0, 30, 0.5, 1.0, 10, 20, 0.25),
+        Figures({"b": "2"}, 4.0, 10, 0.25, 0.5, 1, 2, 0.5),
+        Figures({}, math.nan, 0, 0.125, 0.25, 0, 0, 0.0),
     ]
     whole = add_up(parts)
-    assert whole == Figures({"a": "1", "b": "2"}, 2.5, 40, 0.875, 1.75, 11, 22)
+    assert whole == Figures({"a": "1", "b": "2"}, 2.5, 40, 0.875, 1.75, 11, 22, 0.75, 1, 2)
+    assert add_up([*parts[:2], replace(parts[2], change=None)]).change is None
     assert math.isnan(add_up(parts[2:]).loss)
     with pytest.raises(ExchangeError, match="two ranks of this node hold 'a'"):
         add_up([parts[0], parts[0]])

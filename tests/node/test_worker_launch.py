@@ -24,17 +24,23 @@ from node.events import (
     RoundDone,
     RoundMissed,
     Saved,
+    Started,
     StateSent,
     Stopped,
 )
 from node.exchange.base import ExchangeError
+from node.exchange.connections import Connections
 from node.launch import LaunchError, Options, choose_device, join, train
-from node.metrics import MetricsServer, NodeMetrics
+from node.metrics import NodeMetrics
 from node.ranks import Alone
 from node.setting import build
 from protos.address import Address
+from protos.allreduce import ring_bytes
+from protos.buckets import Bucket, BucketTable, TableSchedule
+from protos.exporting import MetricsServer
 from protos.invite import Invite
 from protos.runfile import RunFile
+from protos.traffic import Traffic
 from tests.node.fake_hub import DEADLINE, TOKEN, ExchangeStream, FakeHub
 from tests.node.hub_rig import next_message
 
@@ -252,17 +258,16 @@ def test_metrics_follow_the_events() -> None:
     metrics.observe(RoundMissed(6, "cut off"))
     metrics.observe(StateSent(6, 100, 1.0))
     metrics.observe(Replayed(6, 3, 100, 1.0))
-    metrics.count_bytes("up", "contribution", 10)
-    metrics.count_bytes("up", "contribution", 5)
     assert sample(metrics, "round") == 5
     assert sample(metrics, "loss_nats") == 2.5
     assert sample(metrics, "validation_loss_nats") == 2.25
     assert sample(metrics, "validation_bits_per_byte") == 3.25
-    assert sample(metrics, "agreement") == 0.75
+    assert sample(metrics, "vote_agreement_ratio") == 0.75
     assert sample(metrics, "voters") == 2
     assert sample(metrics, "tokens_total") == 64
-    assert sample(metrics, "phase_seconds_total", phase="compute") == 0.5
-    assert sample(metrics, "phase_seconds_total", phase="exchange") == 0.25
+    assert sample(metrics, "phase_seconds_sum", phase="compute") == 0.5
+    assert sample(metrics, "phase_seconds_sum", phase="exchange") == 0.25
+    assert sample(metrics, "phase_seconds_count", phase="exchange") == 2
     assert sample(metrics, "compute_cpu_seconds_total") == 1.0
     assert sample(metrics, "cpu_seconds_total") == 1.5
     assert sample(metrics, "abstentions_total") == 1
@@ -270,12 +275,42 @@ def test_metrics_follow_the_events() -> None:
     assert sample(metrics, "missed_rounds_total") == 1
     assert sample(metrics, "state_transfers_total", kind="sent") == 1
     assert sample(metrics, "state_transfers_total", kind="replayed") == 1
-    assert sample(metrics, "bytes_total", direction="up", kind="contribution") == 15
+    assert sample(metrics, "waiting_ratio") == pytest.approx(1 / 3)
+
+
+def test_metrics_tell_what_is_read_at_each_scrape() -> None:
+    metrics, traffic = NodeMetrics(), Traffic()
+    connections = Connections("node-3", {"direct": 2, "tunnel": 1}, uplink=125e6)
+    metrics.watch(traffic, lambda: connections, lambda: {"gather": (4, 4096)})
+    metrics.observe(started := Started("r", "sign-muon", 1000, 128, "cpu", 1, 0, ranks=2))
+    traffic.add("coordinator", "sent", "control", 95)
+    votes = Bucket.of("w", "majority", [("w", (512,))])
+    metrics.lanes_of_others(TableSchedule((BucketTable((votes,)),)))
+    metrics.observe(done(bytes_up=400, bytes_down=100, others_up=300, others_down=50, update_norm=0.5))
+    metrics.observe(done(bytes_up=900, bytes_down=100, others_up=700, others_down=50))
+    link = {"node": "node-3", "peer": "coordinator"}
+
+    def read(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, labels)
+
+    assert read("atoll_link_bytes_total", **link, direction="sent", kind="control") == 100
+    assert read("atoll_link_bytes_total", **link, direction="sent", kind="vote") == 700
+    assert read("atoll_link_bytes_total", **link, direction="received", kind="vote") == 50
+    assert sample(metrics, "peers", way="direct") == 2
+    assert sample(metrics, "link_capacity_bytes_per_second", direction="sent") == 125e6
+    assert sample(metrics, "link_capacity_bytes_per_second", direction="received") is None
+    assert read("atoll_island_bytes_total", collective="gather") == 4096
+    assert read("atoll_island_transfers_total", collective="gather") == 4
+    assert sample(metrics, "ranks") == 2 and sample(metrics, "parameters") == 1000
+    assert sample(metrics, "update_norm") == 0.5
+    rings = 2 * 2 * ring_bytes(started.parameters, 2)  # two rounds, there and back
+    assert sample(metrics, "fp32_allreduce_bytes_total") == rings
+    assert sample(metrics, "compression_ratio") == rings / 1000
 
 
 def test_what_was_never_measured_is_not_zero() -> None:
     metrics = NodeMetrics()
-    for name in ("loss_nats", "validation_loss_nats", "validation_bits_per_byte", "agreement"):
+    for name in ("loss_nats", "validation_loss_nats", "validation_bits_per_byte", "vote_agreement_ratio"):
         value = sample(metrics, name)
         assert value is not None and math.isnan(value)
 
@@ -294,14 +329,14 @@ def test_options_that_cannot_work_are_refused_before_the_training(tmp_path: Path
 def test_metrics_are_served_on_a_free_port_and_the_port_is_free_again() -> None:
     metrics = NodeMetrics()
     metrics.observe(done())
-    server = MetricsServer(metrics, Address("127.0.0.1", 0))
+    server = MetricsServer(metrics.registry, Address("127.0.0.1", 0))
     try:
         assert server.address.port > 0
         with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10) as reply:
             text = reply.read().decode()
         assert (
             "atoll_node_loss_nats 2.5" in text
-            and 'atoll_node_phase_seconds_total{phase="compute"} 0.25' in text
+            and 'atoll_node_phase_seconds_sum{phase="compute"} 0.25' in text
         )
     finally:
         server.close()
@@ -310,4 +345,4 @@ def test_metrics_are_served_on_a_free_port_and_the_port_is_free_again() -> None:
 
 def test_busy_metrics_port_is_an_error_of_the_system() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        MetricsServer(NodeMetrics(), Address("127.0.0.1", taken.getsockname()[1]))
+        MetricsServer(NodeMetrics().registry, Address("127.0.0.1", taken.getsockname()[1]))

@@ -16,7 +16,7 @@ from optim.bits import tally
 from optim.mean import mean_into
 from optim.pieces import cut
 from optim.reduction import Reduction, Slab, padding_bits
-from protos.buckets import Bucket, BucketTable
+from protos.buckets import LINE_BYTES, Bucket, BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, decode_frame, payload_digest
 from tests.coordinator.coordinator_rig import mixed_table, random_payload, slow_tally, voted_table
 
@@ -219,6 +219,42 @@ def test_a_whole_bucket_is_sent_in_chunks() -> None:
         (64 + CHUNK_BYTES, table.nbytes - 64 - CHUNK_BYTES),
     ]
     assert reduction.done
+
+
+@settings(max_examples=40)
+@given(tables, st.integers(0, 30), st.integers(0, 2**32), st.data())
+def test_pieces_that_are_ready_go_into_one_frame(
+    table: BucketTable, lines: int, seed: int, data: st.DataObject
+) -> None:
+    """The bytes, and what is counted, are those of pieces that are made one by one."""
+    payloads = [random_payload(seed + i, table) for i in range(3)]
+    steps = data.draw(st.lists(st.integers(0, table.nbytes), max_size=4))
+    singly = reducing(table, payloads, piece=LINE_BYTES)
+    expected = run(singly, [], table.nbytes)
+    joined = reducing(table, payloads, piece=LINE_BYTES, frame_bytes=lines * LINE_BYTES)
+    assert run(joined, steps, table.nbytes) == expected
+    assert joined.counts() == singly.counts()
+
+
+def test_a_frame_is_no_longer_than_was_asked_for() -> None:
+    table = voted_table(lines=10)
+    payloads = [random_payload(i, table) for i in range(2)]
+    reduction = reducing(table, payloads, piece=LINE_BYTES, frame_bytes=3 * LINE_BYTES + 63)
+    lengths = [len(decode_frame(frame).body) // LINE_BYTES for frame in reduction.advance(8 * LINE_BYTES)]
+    assert lengths == [3, 3, 2]
+    assert [len(frame) - 16 for frame in reduction.advance(table.nbytes)] == [2 * LINE_BYTES]
+
+
+def test_which_blocks_are_compared_does_not_depend_on_how_a_large_result_is_cut() -> None:
+    table = voted_table(lines=(2 << 20) // LINE_BYTES)
+    payloads = [np.random.default_rng(i).bytes(table.nbytes) for i in range(2)]
+    counts = []
+    for piece, frame_bytes in ((CHUNK_BYTES, 0), (24_384, 0), (24_384, 200_000)):
+        reduction = reducing(table, payloads, piece=piece, frame_bytes=frame_bytes, phase=1)
+        reduction.advance(table.nbytes // 3)
+        reduction.advance(table.nbytes)
+        counts.append(reduction.counts())
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_the_slab_keeps_its_memory() -> None:

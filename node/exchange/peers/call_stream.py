@@ -8,15 +8,16 @@ never while a side still writes, which would cost the caller what it has not rea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
 
 from node.exchange.trouble import Kind, Trouble
 from protos.wire import MAX_MESSAGE_BYTES, PEER_END
 
-T = TypeVar("T")
-
 _OVER: Final = "the stream has been given up"
+_BEHIND: Final = "a message was written behind the end of a stream, or an empty one"
+_AHEAD: Final = 2  # messages that are read before they are asked for
 
 
 class RawCall(Protocol):
@@ -34,8 +35,9 @@ class RawCall(Protocol):
 class CallStream:
     """Implements :class:`node.exchange.peers.base.PeerStream`.
 
-    A call of :meth:`read` or :meth:`write` that is cancelled leaves the stream as it is: the message that was
-    waited for comes with the next read, the one that was being written goes on its way.
+    Each direction has one task of its own, since a cancelled operation of gRPC ends the whole call. It is at
+    most :data:`_AHEAD` messages ahead of who reads, or one behind who writes: a call of :meth:`read` or
+    :meth:`write` that is cancelled leaves the stream as it is.
 
     Args:
         call: that has begun.
@@ -47,10 +49,15 @@ class CallStream:
         self._call = call
         self._peer = peer
         self._explain = explain
-        self._reading: asyncio.Task[Any] | None = None
-        self._writing: asyncio.Task[None] | None = None
-        self._ended = False
-        self._heard_end = False
+        self._inbox: deque[bytes] = deque()
+        self._came = asyncio.Event()  # something to read, or nothing more
+        self._taken = asyncio.Event()
+        self._outbox: bytes | None = None
+        self._given = asyncio.Event()
+        self._sent = asyncio.Event()  # the outbox is empty, or the end has been sent, or nothing more will be
+        self._receiving: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._ended = self._sent_end = self._heard_end = False
         self._trouble: Trouble | None = None
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -62,40 +69,32 @@ class CallStream:
 
     async def read(self) -> bytes | None:
         """See the protocol."""
-        if self._heard_end:
-            return None
-        if self._reading is None:
-            self._reading = _started(self._call.read())
-        message = await self._result(self._reading)
-        self._reading = None
-        if not isinstance(message, bytes):
-            raise self.broke(Trouble(Kind.CUT, f"{self._peer} broke off a stream without ending it"))
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise self.broke(Trouble(Kind.PROTOCOL, f"{self._peer} sent {_too_long(message)}"))
-        if message == PEER_END:
-            self._heard_end = True
-            self._close_once_over()
-            return None
-        return message
+        while not self._inbox:
+            self._check()
+            if self._heard_end:
+                return None
+            if self._receiving is None:
+                self._receiving = asyncio.get_running_loop().create_task(self._receive())
+            self._came.clear()
+            await self._came.wait()
+        self._taken.set()
+        return self._inbox.popleft()
 
     async def write(self, message: bytes) -> None:
         """See the protocol."""
         if len(message) > MAX_MESSAGE_BYTES:
             raise self.broke(Trouble(Kind.PROTOCOL, f"this node was to send {_too_long(message)}"))
         if self._ended or message == PEER_END:
-            raise Trouble(Kind.PROTOCOL, "a message was written behind the end of a stream, or an empty one")
-        await self._written()  # one whose caller was cancelled
-        self._writing = _started(self._call.write(message))
-        await self._written()
+            raise Trouble(Kind.PROTOCOL, _BEHIND)
+        await self._give(message)
 
     async def end(self) -> None:
         """See the protocol."""
         if not self._ended:
-            await self._written()
+            await self._give(PEER_END)
             self._ended = True
-            self._writing = _started(self._call.write(PEER_END))
-            self._writing.add_done_callback(self._close_once_over)
-        await self._written()
+        while not self._sent_end:
+            await self._progress()
 
     def cancel(self) -> None:
         """See the protocol."""
@@ -106,46 +105,93 @@ class CallStream:
         if not self.closed.done():
             self._trouble = trouble
             self.closed.set_result(None)
-            for task in (self._reading, self._writing):
+            self._inbox.clear()
+            self._came.set()
+            self._sent.set()
+            for task in (self._receiving, self._sending):
                 if task is not None:
                     task.cancel()
         return trouble
 
     async def settled(self) -> None:
         """Wait for what is left of a stream that is closed."""
-        tasks = {task for task in (self._reading, self._writing) if task is not None}
+        tasks = {task for task in (self._receiving, self._sending) if task is not None}
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _written(self) -> None:
-        if self._writing is not None:
-            await self._result(self._writing)
-            self._writing = None
-
-    def _close_once_over(self, _: object = None) -> None:
-        written = self._ended and (self._writing is None or self._writing.done())
-        if written and self._heard_end and not self.closed.done():
-            self.closed.set_result(None)
-
-    async def _result(self, task: asyncio.Task[T]) -> T:
-        """Wait for one operation, or the end of the stream."""
-        either: set[asyncio.Future[Any]] = {task, self.closed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    def _check(self) -> None:
         if self._trouble is not None:
             raise Trouble(self._trouble.kind, str(self._trouble))
-        if not task.done() or task.cancelled():
-            raise self.broke(Trouble(Kind.BROKEN, _OVER))
-        if (error := task.exception()) is not None:
-            raise self.broke(self._explain(error))
-        return task.result()
 
+    async def _give(self, message: bytes) -> None:
+        """Put a message into the outbox, once the one before has left that."""
+        self._check()
+        while self._outbox is not None:
+            await self._progress()
+        if self._ended:
+            if message == PEER_END:
+                return
+            raise Trouble(Kind.PROTOCOL, _BEHIND)
+        self._outbox = message
+        self._given.set()
+        if self._sending is None:
+            self._sending = asyncio.get_running_loop().create_task(self._send())
 
-def _started(operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    task = asyncio.ensure_future(operation)
-    task.add_done_callback(
-        lambda done: done.cancelled() or done.exception()
-    )  # nobody may be waiting any more
-    return task
+    async def _progress(self) -> None:
+        self._sent.clear()
+        await self._sent.wait()
+        self._check()
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                message = await self._call.read()
+                if not isinstance(message, bytes):
+                    self.broke(Trouble(Kind.CUT, f"{self._peer} broke off a stream without ending it"))
+                    return
+                if len(message) > MAX_MESSAGE_BYTES:
+                    self.broke(Trouble(Kind.PROTOCOL, f"{self._peer} sent {_too_long(message)}"))
+                    return
+                if message == PEER_END:
+                    break
+                self._inbox.append(message)
+                self._came.set()
+                while len(self._inbox) >= _AHEAD:
+                    self._taken.clear()
+                    await self._taken.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except Exception as error:
+            self.broke(self._explain(error))
+            return
+        self._heard_end = True
+        self._came.set()
+        self._close_once_over()
+
+    async def _send(self) -> None:
+        message: bytes | None = None
+        try:
+            while message != PEER_END:
+                while (message := self._outbox) is None:
+                    self._given.clear()
+                    await self._given.wait()
+                self._outbox = None
+                self._sent.set()
+                await self._call.write(message)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except Exception as error:
+            self.broke(self._explain(error))
+            return
+        self._sent_end = True
+        self._sent.set()
+        self._close_once_over()
+
+    def _close_once_over(self) -> None:
+        if self._sent_end and self._heard_end and not self.closed.done():
+            self.closed.set_result(None)
 
 
 def _too_long(message: bytes) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from node.exchange.peers.delivery import Delivery, Means, Place
-from node.exchange.peers.plan import Plan
+from node.exchange.peers.pace import Coming, standing_still
+from node.exchange.peers.plan import Plan, Share
 from node.exchange.peers.upload import Contribution
+from node.exchange.retry import within
+from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable
 from protos.digests import slices_digest
@@ -43,6 +47,10 @@ class Deliveries:
         self._deliveries: list[Delivery] = []
         self._all_sent = False
         self._number = 0  # of the plan
+        self._began_at = means.timing.now()
+        self._whole_at: dict[Share, float] = {}  # since when each result is here
+        self._news = asyncio.Event()
+        self._watching = asyncio.ensure_future(self._watch())
         self._told = (0, b"")  # plan and digest of the whole result that the coordinator knows to be here
 
     def follow(self, plan: Plan) -> None:
@@ -85,9 +93,15 @@ class Deliveries:
         self._told = (0, b"")
         self._look()
 
+    @property
+    def took(self) -> float:
+        """Seconds since they began."""
+        return self._means.timing.now() - self._began_at
+
     async def settle(self, commit: pb.Commit, silence: float) -> None:
         """The round is decided: wait for what still comes of its result, ``silence`` seconds longer than it
         does, and end all streams."""
+        self._watching.cancel()
         decided = {(row.out_start, row.out_end): row.digest for row in commit.slices}
         waits = []
         for delivery in self._deliveries:
@@ -105,6 +119,7 @@ class Deliveries:
 
     def stop(self) -> None:
         """End all streams that have not been, and write to the result no more."""
+        self._watching.cancel()
         for delivery in self._deliveries:
             delivery.stop()
 
@@ -112,6 +127,13 @@ class Deliveries:
         if not self._all_sent and all(delivery.sent for delivery in self._deliveries):
             self._all_sent = True
             self._on_sent()
+        now = self._means.timing.now()
+        self._whole_at = {
+            delivery.share: self._whole_at.get(delivery.share, now)
+            for delivery in self._deliveries
+            if delivery.result is not None
+        }
+        self._news.set()
         results = [delivery.result for delivery in self._deliveries]
         whole = [digest for digest in results if digest is not None]
         if len(whole) < len(results):
@@ -121,6 +143,26 @@ class Deliveries:
             self._told = held
             holding = pb.Holding(round=self._round, topology=held[0], digest=held[1])
             self._means.tell(pb.NodeMessage(holding=holding))
+
+    async def _watch(self) -> None:
+        """Tell of results that stand still."""
+        while True:
+            self._news.clear()
+            now = self._means.timing.now()
+            coming = [
+                Coming(one.share.reducer, self._whole_at.get(one.share), one.moved_at)
+                for one in self._deliveries
+            ]
+            still, until = standing_still(coming, self._began_at, now)
+            for index in still:
+                silence = f"{now - max(self._whole_at.values()):.3g} s after the results of all others"
+                reason = f"nothing more comes from {coming[index].reducer}, {silence}"
+                self._deliveries[index].in_trouble(Trouble(Kind.SILENT, reason))
+            if until is None:
+                await self._news.wait()
+                continue
+            with suppress(Trouble):
+                await within(until - now, "a part of the last result", self._news.wait())
 
     def _refuse(self, reason: str) -> None:
         if not self.refused.done():

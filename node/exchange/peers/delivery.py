@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import xxhash
@@ -13,6 +13,7 @@ import xxhash
 from node.exchange.filling import Withdrawn
 from node.exchange.link import STATUS_SECONDS
 from node.exchange.peers.plan import Plan, Share
+from node.exchange.peers.uplink import Uplink
 from node.exchange.peers.upload import Contribution, SliceUpload
 from node.exchange.peers.ways import OWN, Ways
 from node.exchange.retry import Say, Timing, within
@@ -55,6 +56,7 @@ class Means:
     timing: Timing
     stall: float
     moving: Callable[[], AbstractContextManager[None]] = nullcontext
+    uplink: Uplink = field(default_factory=Uplink)
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Delivery:
         contribution: to round ``round_index``.
         into: the slice's part of the result.
         means: see :class:`Means`.
-        on_news: called when the slice has been handed over, and with every part of its result.
+        on_news: called when the slice has been handed over, and when its result has become whole or void.
         on_refused: called with the reason if a reducer says that the contribution is no good.
     """
 
@@ -92,7 +94,9 @@ class Delivery:
         self.share, self.place = share, place
         self._round, self._contribution, self._into, self._means = round_index, contribution, into, means
         self._on_news, self._on_refused = on_news, on_refused
+        self.moved_at = means.timing.now()  # when something was sent or came last
         self._upload: SliceUpload | None = None
+        self._told_of = False, False  # whether the present upload is sent, and its result whole
         self._changed = asyncio.Event()
         self._over = False  # the round is decided: nothing is begun any more
         self._told = -1  # number of the plan under which the coordinator was told of trouble
@@ -171,6 +175,8 @@ class Delivery:
         part = self.share.slice
         hello.slice.round, hello.slice.topology = self._round, plan.number
         hello.slice.slice, hello.slice.nbytes = self.place.index, part.nbytes
+        hello.slice.lease.start, hello.slice.lease.count = self._contribution.lease
+        self._told_of = False, False
         upload = self._upload = SliceUpload(
             stream,
             hello,
@@ -180,6 +186,7 @@ class Delivery:
             self._means.stall,
             self._news,
             nullcontext if way == OWN else self._means.moving,
+            None if way == OWN else self._means.uplink,
         )
         try:
             await upload.run()
@@ -202,8 +209,12 @@ class Delivery:
         return True
 
     def _news(self) -> None:
+        self.moved_at = self._means.timing.now()
         self._changed.set()
-        self._on_news()
+        whole = self._upload is not None and self._upload.whole
+        if self._told_of != (self.sent, whole):
+            self._told_of = self.sent, whole
+            self._on_news()
 
     async def _refused(self, refusal: Refused) -> bool:
         text = f"{self.share.reducer} refused a slice of round {self._round + 1}: {refusal.text}"
@@ -219,8 +230,13 @@ class Delivery:
         return False
 
     async def _no_way(self, trouble: Trouble) -> None:
-        """The coordinator may give the slice to another node; until it does, or decides the round, this one
-        is tried again."""
+        """Tell the coordinator, and try again until it has decided the round."""
+        self.in_trouble(trouble)
+        self._tried.clear()
+        await self._pause()
+
+    def in_trouble(self, trouble: Trouble) -> None:
+        """The coordinator may give the slice to another node; it is told once in a plan."""
         plan = self.place.plan
         if self._told != plan.number and not self._over:
             self._told = plan.number
@@ -229,8 +245,6 @@ class Delivery:
                 round=self._round, topology=plan.number, slice=self.place.index, reason=str(trouble)
             )
             self._means.tell(pb.NodeMessage(slice_trouble=report))
-        self._tried.clear()
-        await self._pause()
 
     async def _pause(self) -> None:
         self._upload = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,14 +15,16 @@ from node.exchange.meter import Kind as Counted
 from node.exchange.meter import Meter
 from node.exchange.peers.base import PeerStream
 from node.exchange.peers.desk_round import DeskRound
-from node.exchange.peers.hello import read_hello
+from node.exchange.peers.hello import read_hello, trusted
 from node.exchange.peers.loopback import Loopback
 from node.exchange.peers.metered import Metered
+from node.exchange.peers.places import Places
 from node.exchange.peers.plan import Plan
 from node.exchange.peers.shelf import Shelf, Stretch, cut_out, send
 from node.exchange.peers.slice_contribution import Rows
 from node.exchange.peers.slice_reducer import SliceReducer, SliceWork, Submit
 from node.exchange.peers.slice_stream import SliceStream
+from node.exchange.peers.uplink import Uplink
 from node.exchange.retry import SAY_SECONDS, Say, within
 from node.exchange.trouble import Kind, Trouble
 from optim.aggregate import ReducerMemory
@@ -32,7 +34,6 @@ from protos import wire
 from protos.buckets import TableSchedule
 from protos.refusal import (
     BAD_FRAME,
-    BAD_TOKEN,
     BAD_TRANSFER,
     BROKEN,
     LATE,
@@ -44,6 +45,7 @@ from protos.refusal import (
     WRONG_SLICE,
     Refused,
 )
+from protos.traffic import OTHERS
 
 T = TypeVar("T")
 
@@ -60,17 +62,17 @@ class DeskLimits:
         wait: seconds that a stream waits for the topology and the order that it is ahead of.
         stall: seconds for one chunk of what is fetched.
         linger: seconds for what is left of a stream that has nothing to bring any more.
-        streams: that are open at a time.
-        waiting: of those, that wait as described.
-        fetches: of those, from one node.
+        strangers: streams whose senders have not shown by a token who they are.
+        streams: of one node, that are open at a time.
+        fetches: of those.
     """
 
     hello: float = 10.0
     wait: float = 30.0
     stall: float = 60.0
     linger: float = 5.0
+    strangers: int = 256
     streams: int = 1024
-    waiting: int = 256
     fetches: int = 8
 
 
@@ -104,7 +106,7 @@ class Desk:
         submit: Submit | None = None,
         limits: DeskLimits | None = None,
     ) -> None:
-        self.shelf = Shelf()
+        self.shelf, self.uplink = Shelf(), Uplink()
         self.memory = ReducerMemory()
         self._tables, self._run_digest = tables, run_digest
         self._tell, self._now, self._meter, self._say = tell, now, meter, say
@@ -122,7 +124,8 @@ class Desk:
         self._rounds: dict[int, DeskRound] = {}
         self._committed = -1
         self._closed = False
-        self._open = self._waiting = 0
+        self._strangers = Places(self._limits.strangers)
+        self._open: Counter[str] = Counter()  # streams of each node
         self._streams: dict[tuple[str, int, Slice], SliceStream] = {}
         self._fetches: dict[str, int] = {}
         self._changed = asyncio.Event()
@@ -137,12 +140,13 @@ class Desk:
         Raises:
             Trouble: kind PROTOCOL: it cannot be used.
         """
-        plan = Plan.of(message, me)
+        before = self._plans[0] if self._plans else None
+        plan = Plan.of(message, me, before)
         parts = [share for table in self._tables.tables for share in plan.shares(table)]
         self._me = me
         self._plans = [plan, *(old for old in self._plans if old.number != plan.number)][:_PLANS]
         for state in self._rounds.values():
-            state.follow(plan)
+            state.follow(plan, anew=not message.since)
         self._rows.keep({share.slice.nbytes for share in parts if share.reducer == me})
         self._wake()
         return plan
@@ -207,43 +211,60 @@ class Desk:
     async def serve(self, stream: PeerStream) -> None:
         """Serve another node's stream, or one of this node itself, until it is over; see
         :data:`node.exchange.peers.base.Handler`."""
-        self._open += 1
+        local = isinstance(stream, Loopback)
+        introduction = self._introduced(stream, local)
         try:
-            crowded = self._open > self._limits.streams and not isinstance(stream, Loopback)
-            if self._closed or crowded:
-                raise Refused(OVERLOADED, "this node takes no more streams now", "RESOURCE_EXHAUSTED")
-            await self._serve(stream)
+            hello = await (introduction if local else self._strangers.hold(introduction))
+            if hello is not None:
+                await self._serve(stream, hello, local)
         except Refused as refusal:
-            self._say_refused(refusal)
             await self._turn_away(stream, refusal)
         except Trouble:
             pass  # whoever opened it notices as well, and opens another one if it has to
         finally:
-            self._open -= 1
             stream.cancel()
 
-    async def _serve(self, stream: PeerStream) -> None:
+    async def _introduced(self, stream: PeerStream, local: bool) -> pb.PeerHello | None:
+        """A stream's first message, once it is certain whose it is; ``None``: it has been turned away."""
         try:
+            if self._closed:
+                raise Refused(BROKEN, "this node leaves the run", "UNAVAILABLE")
             message = await within(self._limits.hello, "the first message of a stream", stream.read())
+            hello = read_hello(message, self._run_digest)
+            if not local:
+                peer = hello.sender if any(hello.sender in plan.peers for plan in self._plans) else OTHERS
+                self._meter.add("down", self._kind(hello), len(message or b""), peer)
+            what = f"a topology with {hello.sender[:64]!r}"
+            await self._once(lambda: trusted(hello, self._plans, self._me, local) or None, what)
+        except Refused as refusal:
+            await self._turn_away(stream, refusal)
+            return None
         except Trouble as trouble:
-            if trouble.kind is Kind.SILENT:
-                raise Refused(TRUNCATED, str(trouble)) from None
-            raise
-        hello = read_hello(message, self._run_digest)
-        local = isinstance(stream, Loopback)
+            if trouble.kind is not Kind.SILENT:
+                raise
+            await self._turn_away(stream, Refused(TRUNCATED, str(trouble)))
+            return None
+        return hello
+
+    async def _serve(self, stream: PeerStream, hello: pb.PeerHello, local: bool) -> None:
+        sender, kind = hello.sender, self._kind(hello)
+        if self._open[sender] >= self._limits.streams and not local:
+            raise Refused(OVERLOADED, f"{sender} has too many streams open here", "RESOURCE_EXHAUSTED")
         fetch = hello.WhichOneof("kind") == "fetch"
-        kind = self._kind(hello.fetch.round) if fetch else "contribution"
         if not local:
-            self._meter.add("down", kind, len(message or b""))
-            stream = Metered(stream, self._meter, up=kind if fetch else "result", down=kind)
-        if fetch:
-            await self._fetch(stream, hello, local)
-        else:
-            await self._contribution(stream, hello, local)
+            stream = Metered(stream, self._meter, up=kind if fetch else "result", down=kind, peer=sender)
+        self._open[sender] += 1
+        try:
+            await (self._fetch(stream, hello) if fetch else self._contribution(stream, hello))
+        finally:
+            self._open[sender] -= 1
+            if not self._open[sender]:
+                del self._open[sender]
 
     async def _turn_away(self, stream: PeerStream, refusal: Refused) -> None:
+        self._say_refused(refusal)
         if not isinstance(stream, Loopback):
-            stream = Metered(stream, self._meter, up="result", down="contribution")
+            stream = Metered(stream, self._meter, up="result", down="contribution", peer=OTHERS)
 
         async def tell() -> None:
             body = pb.Refusal(kind=refusal.kind, text=refusal.text).SerializeToString()
@@ -261,35 +282,11 @@ class Desk:
             self._said = now
             self._say(f"refused the stream of another node: {refusal.text}")
 
-    def _trusted(self, hello: pb.PeerHello, local: bool) -> bool:
-        """Whether the sender is who it says it is; false if a topology may be on its way that says so.
-
-        Raises:
-            Refused: it is not.
-        """
-        peers = [plan.peers[hello.sender] for plan in self._plans if hello.sender in plan.peers]
-        if local and hello.sender == self._me:
-            return True
-        if any(
-            peer.accept_token and hmac.compare_digest(peer.accept_token, hello.token)
-            for peer in peers
-            if peer.node != self._me
-        ):
-            return True
-        ahead = not self._plans or hello.slice.topology > self._plans[0].number
-        if ahead or (not peers and hello.WhichOneof("kind") == "fetch"):
-            return False
-        raise Refused(
-            BAD_TOKEN,
-            f"the token of a stream is not that of {hello.sender[:64]!r} in topology {self._plans[0].number}",
-            "UNAUTHENTICATED",
-        )
-
     async def _once(self, find: Callable[[], T | None], what: str) -> T:
         """What ``find`` returns once it returns something.
 
         Raises:
-            Refused: by ``find``, or it took too long, or too many wait.
+            Refused: by ``find``, or it took too long.
         """
 
         async def look() -> T:
@@ -302,33 +299,34 @@ class Desk:
 
         if (found := find()) is not None:
             return found
-        if self._waiting >= self._limits.waiting:
-            raise Refused(OVERLOADED, f"too many streams wait for {what}", "RESOURCE_EXHAUSTED")
-        self._waiting += 1
         try:
             return await within(self._limits.wait, f"waiting for {what}", look())
         except Trouble as trouble:
             raise Refused(WRONG_ROUND, str(trouble), "DEADLINE_EXCEEDED") from None
-        finally:
-            self._waiting -= 1
 
     def _wake(self) -> None:
         self._changed.set()
 
     # ------------------------------------------------------------------------------------------ contributions
 
-    async def _contribution(self, stream: PeerStream, hello: pb.PeerHello, local: bool) -> None:
+    async def _contribution(self, stream: PeerStream, hello: pb.PeerHello) -> None:
         wanted = hello.slice
         what = f"topology {wanted.topology} and the order of round {wanted.round + 1}"
-        reducer = await self._once(lambda: self._reducer(hello, local), what)
+        reducer = await self._once(lambda: self._reducer(wanted), what)
         key = hello.sender, wanted.round, reducer.part
         if key in self._streams:
             self._streams[key].close(
                 Refused(REPLACED, f"{hello.sender} has opened another stream", "ABORTED")
             )
-        contribution = reducer.accept(hello.sender, wanted.nbytes)
+        samples = wanted.lease.start, wanted.lease.count
+        contribution = reducer.accept(hello.sender, wanted.nbytes, samples)
         served = self._streams[key] = SliceStream(
-            stream, hello.sender, reducer, contribution, self._limits.linger
+            stream,
+            hello.sender,
+            reducer,
+            contribution,
+            self._limits.linger,
+            None if hello.sender == self._me else self.uplink,
         )
         try:
             await served.run()
@@ -336,14 +334,11 @@ class Desk:
             if self._streams.get(key) is served:
                 del self._streams[key]
 
-    def _reducer(self, hello: pb.PeerHello, local: bool) -> SliceReducer | None:
+    def _reducer(self, wanted: pb.SliceUp) -> SliceReducer | None:
         """Who takes a contribution; ``None`` if that is not known yet."""
-        wanted = hello.slice
         if wanted.round <= self._committed:
             raise Refused(LATE, f"round {wanted.round + 1} is committed: fetch its result")
         plan = next((plan for plan in self._plans if plan.number == wanted.topology), None)
-        if not self._trusted(hello, local):
-            return None
         if plan is None and self._plans and wanted.topology < self._plans[0].number:
             raise Refused(WRONG_SLICE, f"topology {wanted.topology} holds no more: wait for the next one")
         state = self._rounds.get(wanted.round)
@@ -359,10 +354,7 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------ fetches
 
-    async def _fetch(self, stream: PeerStream, hello: pb.PeerHello, local: bool) -> None:
-        await self._once(
-            lambda: self._trusted(hello, local) or None, f"a topology with {hello.sender[:64]!r}"
-        )
+    async def _fetch(self, stream: PeerStream, hello: pb.PeerHello) -> None:
         wanted, sender = hello.fetch, hello.sender
         nbytes = self._tables.of(wanted.round).result_nbytes
         if not wanted.out_start < wanted.out_end <= nbytes:
@@ -388,9 +380,11 @@ class Desk:
         state = self._rounds.get(round_index)
         return state.finished() if state is not None else []
 
-    def _kind(self, round_index: int) -> Counted:
-        """What a fetch counts as: part of the round in flight, or of catching up."""
-        return "result" if round_index >= max(self._committed, *self._rounds, 0) else "state"
+    def _kind(self, hello: pb.PeerHello) -> Counted:
+        """What a stream's bytes count as: a fetch is part of the round in flight, or of catching up."""
+        if hello.WhichOneof("kind") != "fetch":
+            return "contribution"
+        return "result" if hello.fetch.round >= max(self._committed, *self._rounds, 0) else "state"
 
 
 async def _drained(stream: PeerStream) -> None:

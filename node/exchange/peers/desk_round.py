@@ -39,8 +39,9 @@ class DeskRound:
         """Whether it is known with whose votes to begin."""
         return self._order is not None
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: Plan, *, anew: bool = True) -> None:
         """Take up the slices that a topology gives to this node, and leave those that it gives to others.
+        ``anew``: the coordinator may not know what it was told of those that stay.
 
         Raises:
             Trouble: it does not cover the round's table.
@@ -48,7 +49,7 @@ class DeskRound:
         if self._over:
             return
         shares = plan.shares(self._work.table)
-        self._topology = plan.number
+        self._topology, before = plan.number, self._places
         self._places = {share.slice: i for i, share in enumerate(shares) if share.reducer == plan.me}
         for part in self.reducers.keys() - self._places.keys():
             self.reducers.pop(part).close(
@@ -58,7 +59,8 @@ class DeskRound:
             )
         for part in self._places:
             if part in self.reducers:
-                self.reducers[part].repeat()
+                if anew or before[part] != self._places[part]:
+                    self.reducers[part].repeat()
                 continue
             reducer = self.reducers[part] = SliceReducer(part, self.round, self._work, self._changed)
             if self._order is not None:

@@ -16,7 +16,7 @@ from node.exchange.peers.calls import Calls
 from node.exchange.peers.serving import TaskSet, serve
 from node.exchange.trouble import Kind, Trouble, diagnose
 from protos import atoll_pb2 as pb
-from protos.address import Address, AddressError
+from protos.address import Address, AddressError, peer
 from protos.grpc_options import DIAL_OPTIONS, SERVER_OPTIONS
 from protos.listening import bound
 from protos.wire import PEER_SERVICE, PROTOCOL
@@ -173,5 +173,7 @@ class DirectCarrier:
                 raise DecodeError(f"the nonce has {len(hello.token)} bytes")
         except DecodeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the PeerHello cannot be read: {error}")
-        answer = pb.PeerHello(protocol=PROTOCOL, run_digest=self._run_digest, token=hello.token)
+        answer = pb.PeerHello(
+            protocol=PROTOCOL, run_digest=self._run_digest, token=hello.token, seen=peer(context.peer())
+        )
         return answer.SerializeToString()

@@ -25,14 +25,15 @@ class Fetching:
 
     Args:
         ways: to the other nodes.
-        stall: seconds that a holder may send nothing.
     """
 
-    def __init__(self, ways: Ways, stall: float) -> None:
-        self._ways, self._stall = ways, stall
+    def __init__(self, ways: Ways) -> None:
+        self._ways = ways
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
-    async def complete(self, commit: pb.Commit, into: memoryview, plan: Plan, counted: Counted) -> None:
+    async def complete(
+        self, commit: pb.Commit, into: memoryview, plan: Plan, counted: Counted, stall: float
+    ) -> None:
         """Fetch those slices of a result that ``into`` does not hold already.
 
         Args:
@@ -40,6 +41,7 @@ class Fetching:
             into: the whole result.
             plan: how the holders are reached.
             counted: what kind of bytes these are.
+            stall: seconds that a holder may send nothing; then another one is asked.
 
         Raises:
             Trouble: kind PROTOCOL: the commit's slices are not those of the result. Another kind: a slice
@@ -47,7 +49,9 @@ class Fetching:
         """
         check_slices(commit, len(into))
         missing = [row for row in commit.slices if not holds(into, row)]
-        work = [asyncio.ensure_future(self._slice(commit, row, into, plan, counted)) for row in missing]
+        work = [
+            asyncio.ensure_future(self._slice(commit, row, into, plan, counted, stall)) for row in missing
+        ]
         try:
             await asyncio.gather(*work)
         finally:
@@ -55,14 +59,20 @@ class Fetching:
                 task.cancel()
 
     async def _slice(
-        self, commit: pb.Commit, row: pb.SliceDigest, into: memoryview, plan: Plan, counted: Counted
+        self,
+        commit: pb.Commit,
+        row: pb.SliceDigest,
+        into: memoryview,
+        plan: Plan,
+        counted: Counted,
+        stall: float,
     ) -> None:
         async with self._slots:
             reasons = []
             for holder in _holders(commit, row, plan):
                 avoid: set[str] = set()
                 try:
-                    while not await self._from(holder, commit.round, row, into, plan, counted, avoid):
+                    while not await self._from(holder, commit.round, row, into, plan, counted, stall, avoid):
                         pass
                     return
                 except (Trouble, Refused) as error:
@@ -82,6 +92,7 @@ class Fetching:
         into: memoryview,
         plan: Plan,
         counted: Counted,
+        stall: float,
         avoid: set[str],
     ) -> bool:
         """Try one way to a holder; ``False``: it broke, another one may be tried.
@@ -98,10 +109,10 @@ class Fetching:
         what = f"bytes {row.out_start} to {row.out_end} of the result of round {round_index + 1}"
         assembly = SliceAssembly(into[row.out_start : row.out_end], what, base=row.out_start)
         try:
-            await within(self._stall, "a request", stream.write(_header(hello)))
-            await within(self._stall, "a request", stream.end())
+            await within(stall, "a request", stream.write(_header(hello)))
+            await within(stall, "a request", stream.end())
             while not assembly.whole:
-                message = await within(self._stall, f"a part of {what}", stream.read())
+                message = await within(stall, f"a part of {what}", stream.read())
                 if message is None:
                     raise Trouble(Kind.CUT, f"{holder} ended the stream before {what} had come whole")
                 assembly.add(message)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
+from collections.abc import Sequence
+
 from google.protobuf.message import DecodeError
 
+from node.exchange.peers.plan import Plan
 from protos.atoll_pb2 import PeerHello
-from protos.refusal import BAD_FRAME, JOIN, TRUNCATED, Refused
+from protos.refusal import BAD_FRAME, BAD_TOKEN, JOIN, TRUNCATED, Refused
 from protos.wire import HEADER, PROTOCOL, FrameError, decode_frame
 
 
@@ -37,3 +41,34 @@ def read_hello(message: bytes | None, run_digest: str) -> PeerHello:
     if hello.run_digest != run_digest:
         raise Refused(JOIN, f"{hello.sender[:64]!r} takes part in another run than this node")
     return hello
+
+
+def trusted(hello: PeerHello, plans: Sequence[Plan], me: str, local: bool) -> bool:
+    """Whether the sender is who it says it is; false if a topology may be on its way that says so.
+
+    Args:
+        hello: of the stream.
+        plans: that hold, or have held a moment ago, the present one first.
+        me: name of this node.
+        local: the stream comes from this node itself, if it says so.
+
+    Raises:
+        Refused: it is not.
+    """
+    if local and hello.sender == me:
+        return True
+    peers = [plan.peers[hello.sender] for plan in plans if hello.sender in plan.peers]
+    if any(
+        peer.accept_token and hmac.compare_digest(peer.accept_token, hello.token)
+        for peer in peers
+        if peer.node != me
+    ):
+        return True
+    ahead = not plans or hello.slice.topology > plans[0].number
+    if ahead or (not peers and hello.WhichOneof("kind") == "fetch"):
+        return False
+    raise Refused(
+        BAD_TOKEN,
+        f"the token of a stream is not that of {hello.sender[:64]!r} in topology {plans[0].number}",
+        "UNAUTHENTICATED",
+    )

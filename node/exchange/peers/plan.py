@@ -37,13 +37,29 @@ class Plan:
     tables: Mapping[str, tuple[Share, ...]]
 
     @classmethod
-    def of(cls, message: pb.Topology, me: str) -> Plan:
+    def of(cls, message: pb.Topology, me: str, before: Plan | None = None) -> Plan:
         """Read a message.
 
+        Args:
+            message: a whole topology, or what differs from the one before.
+            me: this node's name.
+            before: that one.
+
         Raises:
-            Trouble: kind PROTOCOL: a slice is given to a node that the topology does not name.
+            Trouble: kind PROTOCOL: a slice is given to a node that the topology does not name, or it differs
+                from another one.
         """
         peers = {node.node: _peer(node) for node in message.nodes}
+        if message.since:
+            if before is None or before.number != message.since:
+                known = "none" if before is None else f"topology {before.number}"
+                raise _broken(
+                    message.number, f"it differs from topology {message.since}, this node has {known}"
+                )
+            gone = set(message.gone)
+            peers = {name: peer for name, peer in before.peers.items() if name not in gone} | peers
+            if message.same_tables:
+                return cls(message.number, me, peers, before.tables)
         tables = {
             table.table_digest: tuple(
                 Share(Slice(part.start, part.end, part.out_start, part.out_end), part.reducer)

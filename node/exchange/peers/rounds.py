@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -24,6 +24,7 @@ from node.exchange.peers.ways import Ways
 from node.exchange.retry import Say, Timing, within
 from protos import atoll_pb2 as pb
 from protos.buckets import TableSchedule
+from protos.waits import patience
 
 _SILENCE_SECONDS: Final = 15.0  # without a byte of a decided result before it is fetched from others
 _COMMITS: Final = 8  # that are remembered
@@ -76,7 +77,7 @@ class PeerRounds:
         rates: Rates | None = None,
         on_round: Callable[[], None] = lambda: None,
     ) -> None:
-        self._answer = answer
+        self._answer, self._now = answer, timing.now
         self._rates, self._on_round = rates or Rates(timing.now), on_round
         self._desk, self._carriers, self._session = desk, carriers, session
         self._tables, self._limits = tables, limits
@@ -91,8 +92,16 @@ class PeerRounds:
                 pb.NodeMessage(detour=pb.Detour(node=node, reason=reason[:256]))
             ),
         )
-        self._ways, self._fetching = ways, Fetching(ways, limits.stall)
-        self._means = Means(ways, session.send, say, timing, limits.stall, lambda: self._rates.moving("up"))
+        self._ways, self._fetching = ways, Fetching(ways)
+        self._means = Means(
+            ways,
+            session.send,
+            say,
+            timing,
+            limits.stall,
+            moving=lambda: self._rates.moving("up"),
+            uplink=desk.uplink,
+        )
         self._plan: Plan | None = None
         self._commits: OrderedDict[int, pb.Commit] = OrderedDict()
         self._changed = asyncio.Event()  # replaced whenever it is set
@@ -121,6 +130,11 @@ class PeerRounds:
             return False
         self._wake()
         return True
+
+    @property
+    def ways(self) -> Counter[str]:
+        """How many other nodes of the topology were last called by each way; any thread may ask."""
+        return self._ways.in_use(self._plan.peers) if self._plan is not None else Counter()
 
     def decided(self, round_index: int) -> bool:
         """Whether a round is known to be committed."""
@@ -172,21 +186,23 @@ class PeerRounds:
         """
         work = self._commit_of(order, payload, filling, into, reason, on_sent)
         what = f"the commit of round {order.round + 1}"
-        try:
-            commit = await within(self._limits.round, what, work)
-        finally:
-            self._deliveries = self._abstaining = None
-        await self.complete(commit, into, "result")
+        began_at = self._now()
+        commit = await within(self._limits.round, what, work)
+        silence = min(self._limits.stall, max(_SILENCE_SECONDS, patience(self._now() - began_at)))
+        await self.complete(commit, into, "result", silence)
         self._on_round()
         return commit
 
-    async def complete(self, commit: pb.Commit, into: memoryview, counted: Counted) -> None:
+    async def complete(
+        self, commit: pb.Commit, into: memoryview, counted: Counted, silence: float | None = None
+    ) -> None:
         """Fetch what ``into`` lacks of a committed result, and keep the result for others.
 
         Args:
             commit: of slices; without voters there is nothing to do.
             into: the result, of which parts may be here already.
             counted: what kind of bytes it is.
+            silence: seconds that a holder may send nothing; ``None``: as long as the limits say.
 
         Raises:
             Trouble: it is not to be had at present, or the commit is damaged.
@@ -197,7 +213,8 @@ class PeerRounds:
             await within(self._limits.stall, "a topology", self._first_plan())
         assert self._plan is not None
         what = f"the result of round {commit.round + 1}"
-        fetched = self._fetching.complete(commit, into, self._plan, counted)
+        stall = self._limits.stall if silence is None else silence
+        fetched = self._fetching.complete(commit, into, self._plan, counted, stall)
         with self._rates.moving("down"):
             await within(self._limits.transfer, what, fetched)
         self._desk.shelf.put(commit.round, commit, bytes(into))
@@ -212,18 +229,25 @@ class PeerRounds:
         on_sent: Callable[[], None],
     ) -> pb.Commit:
         if payload is not None and not self.decided(order.round):
-            contribution = Contribution(payload, filling)
+            contribution = Contribution(payload, filling, (order.lease_start, order.lease_count))
             try:
                 return await self._contribute(order, contribution, into, on_sent)
             except Withdrawn as withdrawn:
                 reason = str(withdrawn)
         if not self.decided(order.round):
-            abstention = pb.Abstention(round=order.round, reason=reason)
-            self._abstaining = pb.NodeMessage(abstention=abstention)
-            self._session.send(self._abstaining)
-        while not self.decided(order.round):
-            await self._changed.wait()
+            await self._abstain(pb.Abstention(round=order.round, reason=reason))
         return self._commits[order.round]
+
+    async def _abstain(self, abstention: pb.Abstention) -> None:
+        """Say so, and wait until the round is decided."""
+        message = self._abstaining = pb.NodeMessage(abstention=abstention)
+        self._session.send(message)
+        try:
+            while not self.decided(abstention.round):
+                await self._changed.wait()
+        finally:
+            if self._abstaining is message:  # else a later round has begun
+                self._abstaining = None
 
     async def _contribute(
         self,
@@ -260,11 +284,14 @@ class PeerRounds:
                     raise Withdrawn(deliveries.refused.result())
             commit = self._commits[order.round]
             with self._rates.moving("down"):
-                await deliveries.settle(commit, min(_SILENCE_SECONDS, self._limits.stall))
+                silence = min(_SILENCE_SECONDS, self._limits.stall, patience(deliveries.took))
+                await deliveries.settle(commit, silence)
             return commit
         finally:
             deliveries.stop()
             usable.cancel()
+            if self._deliveries is deliveries:  # else a later round has begun
+                self._deliveries = None
 
     async def _first_plan(self) -> None:
         while self._plan is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from node.exchange.base import ExchangeError
+from node.exchange.connections import Connections
 from node.exchange.link import Link
 from node.exchange.meter import Direction, Kind, Meter
 from node.exchange.peers.announcement import Announcement
@@ -39,12 +40,23 @@ class Peers:
     Attributes:
         rounds: takes part in them; it is the session's listener.
         endpoint: for the claim with which the node joins.
+        rates: what its link carries.
         swarm: that this node is in, if it is in one.
     """
 
     rounds: PeerRounds
     endpoint: pb.Endpoint
+    rates: Rates
     swarm: Swarm | None = None
+
+    def connections(self, node: str) -> Connections:
+        """Of this node, as they are now; any thread may ask."""
+        return Connections(
+            node,
+            self.rounds.ways,
+            self.endpoint.uplink or self.rates.uplink,
+            self.endpoint.downlink or self.rates.downlink,
+        )
 
     async def close(self) -> None:
         """End all streams, and whatever listens."""
@@ -132,7 +144,7 @@ async def open_peers(
         on_round=after_round,
     )
     session.listen(rounds.take)
-    return Peers(rounds, endpoint, swarm)
+    return Peers(rounds, endpoint, rates, swarm)
 
 
 async def _direct(setting: PeerSetting, serve: Handler, run_digest: str, endpoint: pb.Endpoint) -> Carrier:
@@ -186,5 +198,6 @@ def _words(endpoint: pb.Endpoint) -> str:
         port = endpoint.direct.rpartition(":")[2]
         ways.append(f"at port {port}" if endpoint.direct.startswith(":") else f"at {endpoint.direct}")
     if endpoint.swarm:
-        ways.append(f"in the swarm as {endpoint.swarm}")
+        relayed = [text for text in endpoint.swarm_addresses if "/p2p-circuit/" in text]
+        ways.append(f"in the swarm at {[*relayed, *endpoint.swarm_addresses, endpoint.swarm][0]}")
     return f"other nodes reach this one {' and '.join((*ways, 'through the coordinator'))}"

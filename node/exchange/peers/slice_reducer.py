@@ -18,19 +18,23 @@ from optim import bits
 from optim.aggregate import Aggregation, Bytes, ReducerMemory
 from optim.inspection import Inspection
 from optim.pieces import Piece
-from optim.reduction import INLINE_BYTES, Reduction, padding_bits
+from optim.reduction import Reduction, padding_bits
 from optim.slices import Slice, pieces_within, slice_pieces
+from protos import atoll_pb2 as pb
 from protos.atoll_pb2 import Reduce, SliceNews, SliceRefusal
 from protos.buckets import BucketTable
 from protos.frame_log import FrameLog
 from protos.refusal import LATE, OVERSIZED, TRUNCATED, Refused
 from protos.upload import end_frame
-from protos.wire import CHUNK, Frame, decode_frame, encode_frame
+from protos.wire import CHUNK, decode_frame
 
 Submit = Callable[[Callable[[], "list[bytes]"]], "Awaitable[list[bytes]]"]
 
+Samples = tuple[int, int]  # first sample and number of samples
+
 MAX_WORDS: Final = 256  # characters of a reason that is passed on
-_JOINED_BYTES: Final = 256 << 10  # of a published chunk: messages cost more than their bytes
+_INLINE_BYTES: Final = 2 << 20  # of votes: half a millisecond of work is done at once
+_FRAME_BYTES: Final = 512 << 10  # of the result, in one message: these cost more than their bytes
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class SliceReducer:
         self._contributions: dict[str, SliceContribution] = {}
         self._arrived: list[str] = []
         self._refused: dict[str, Refused] = {}
+        self._leases: dict[
+            str, Samples
+        ] = {}  # what that which each sender brings, or has brought, is made of
+        self._wanted: dict[str, Samples] = {}  # what the voters' contributions have to be made of
         self._reduction: Reduction | None = None
         self._job: asyncio.Future[None] | None = None
         self._differing: list[int] = []
@@ -107,6 +115,9 @@ class SliceReducer:
         if self.closed is not None or self.committed:
             return
         before, self._order = self._order, order
+        self._wanted = {
+            voter: (one.start, one.count) for voter, one in zip(order.voters, order.leases, strict=False)
+        }
         if before is None or self.failed or _votes(before) != _votes(order):
             self.failed = self._misfit or _problem(order)
             self._form()
@@ -120,8 +131,9 @@ class SliceReducer:
         if order is not None and told:
             self._changed(self)
 
-    def accept(self, sender: str, nbytes: int) -> SliceContribution | None:
-        """A stream announces a contribution; ``None`` if there is a whole one of that sender already.
+    def accept(self, sender: str, nbytes: int, lease: Samples) -> SliceContribution | None:
+        """A stream announces a contribution; ``None`` if there is a whole one of that sender already. One
+        that is made of other samples voids what the sender has brought before.
 
         Raises:
             Refused: it does not fit, the sender has been refused before, or it is too late.
@@ -130,6 +142,9 @@ class SliceReducer:
             raise self.closed
         if self.committed:
             raise Refused(LATE, f"round {self._round + 1} is committed: fetch its result")
+        if self._leases.get(sender, lease) != lease:
+            self._void(sender)
+        self._leases[sender] = lease
         if sender in self._refused:
             raise self._refused[sender]
         if nbytes != self.part.nbytes:
@@ -198,6 +213,11 @@ class SliceReducer:
             refused=[
                 SliceRefusal(node=node, kind=refusal.kind, reason=refusal.text[:MAX_WORDS])
                 for node, refusal in self._refused.items()
+                if self._wanted.get(node, self._leases[node]) == self._leases[node]
+            ],
+            leases=[
+                pb.Lease(start=self._leases[sender][0], count=self._leases[sender][1])
+                for sender in self._arrived
             ],
             attempt=self._order.attempt if self._order is not None else 0,
             digest=self.digest,
@@ -205,6 +225,13 @@ class SliceReducer:
             compared=self._compared if self.digest else 0,
             failed=self.failed,
         )
+
+    def _void(self, sender: str) -> None:
+        """What a sender has brought counts no more."""
+        self._refused.pop(sender, None)
+        if sender in self._arrived:
+            self._arrived.remove(sender)
+        self._drop(sender)
 
     def _drop(self, sender: str) -> None:
         contribution = self._contributions.pop(sender, None)
@@ -236,7 +263,9 @@ class SliceReducer:
         if self._job is not None or order is None or self.failed or self.committed or self.closed is not None:
             return False
         received = [
-            self._contributions[voter].received for voter in order.voters if voter in self._contributions
+            self._contributions[voter].received
+            for voter, lease in self._wanted.items()
+            if voter in self._contributions and self._leases[voter] == lease
         ]
         if len(received) < len(order.voters):
             return False
@@ -245,12 +274,12 @@ class SliceReducer:
         if reduction is None:
             reduction = self._reduction = self._begin(order)
         cost = reduction.cost(delivered)
-        if cost * len(received) > INLINE_BYTES:
+        if cost * len(received) > _INLINE_BYTES:
             self._job = asyncio.ensure_future(self._off_loop(reduction, delivered))
             return False
         if cost:
             try:
-                self.frames.extend(joined(reduction.advance(delivered)))
+                self.frames.extend(reduction.advance(delivered))
             except Exception as error:
                 return self._fail(error)
         return self._finish(reduction, order)
@@ -270,6 +299,7 @@ class SliceReducer:
             aggregation,
             [self._rows[voter] for voter in order.voters],
             attempt=self.frames.attempt,
+            frame_bytes=_FRAME_BYTES,
             phase=self._round,
         )
 
@@ -277,7 +307,7 @@ class SliceReducer:
         error: Exception | None = None
         frames: list[bytes] = []
         try:
-            frames = await self._work.submit(lambda: joined(reduction.advance(delivered)))
+            frames = await self._work.submit(lambda: reduction.advance(delivered))
         except Exception as raised:
             error = raised
         self._job = None
@@ -305,35 +335,21 @@ class SliceReducer:
         return True
 
 
-def joined(frames: Sequence[bytes]) -> list[bytes]:
-    """The same chunks in fewer frames."""
-    groups: list[list[Frame]] = []
-    size = 0
-    for frame in map(decode_frame, frames):
-        if not groups or size + len(frame.body) > _JOINED_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(frame)
-        size += len(frame.body)
-    return [
-        encode_frame(
-            CHUNK, b"".join(one.body for one in group), attempt=group[0].attempt, offset=group[0].offset
-        )
-        for group in groups
-    ]
-
-
-def _votes(order: Reduce) -> tuple[list[str], list[int], list[int]]:
-    return list(order.voters), list(order.weights), list(order.mean_weights)
+def _votes(order: Reduce) -> tuple[list[str], list[int], list[int], list[Samples]]:
+    leases = [(one.start, one.count) for one in order.leases]
+    return list(order.voters), list(order.weights), list(order.mean_weights), leases
 
 
 def _problem(order: Reduce) -> str:
     """Why an order cannot be carried out; empty if it can."""
-    voters, weights, mean_weights = _votes(order)
+    voters, weights, mean_weights, leases = _votes(order)
     if not voters or len(set(voters)) != len(voters):
         return f"the order names {len(voters)} voters, {len(set(voters))} different ones"
-    if not len(voters) == len(weights) == len(mean_weights):
-        return f"the order has {len(voters)} voters, {len(weights)} and {len(mean_weights)} weights"
+    if not len(voters) == len(weights) == len(mean_weights) == len(leases):
+        return (
+            f"the order has {len(voters)} voters, {len(weights)} and {len(mean_weights)} weights, "
+            f"{len(leases)} leases"
+        )
     if not all(1 <= weight <= 65535 for weight in weights) or not all(mean_weights):
         return "the order has a weight that is out of bounds"
     return ""

@@ -8,6 +8,7 @@ from typing import Final
 from node.exchange.peers.base import PeerStream
 from node.exchange.peers.slice_contribution import SliceContribution
 from node.exchange.peers.slice_reducer import SliceReducer
+from node.exchange.peers.uplink import Uplink
 from protos.frame_log import FrameReader
 from protos.refusal import BAD_FRAME, OVERSIZED, TRUNCATED, Refused
 from protos.wire import MAX_MESSAGE_BYTES, FrameError, decode_frame
@@ -27,6 +28,7 @@ class SliceStream:
         reducer: of the slice.
         contribution: that comes; ``None``: it is here already, and what comes is ignored.
         patience: seconds for what is left once it is clear that nothing more counts.
+        uplink: that the result leaves by; ``None``: none, the sender is this node.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class SliceStream:
         reducer: SliceReducer,
         contribution: SliceContribution | None,
         patience: float,
+        uplink: Uplink | None = None,
     ) -> None:
         self.sender = sender
         self.reducer = reducer
         self._stream = stream
         self._contribution = contribution
         self._patience = patience
+        self._uplink = uplink
         self._ignored = 0  # bytes
         self._refusal: Refused | None = None
         self._error: Exception | None = None
@@ -89,6 +93,8 @@ class SliceStream:
             if reducer.closed is not None:
                 self.close(reducer.closed)
             elif (message := reader.next()) is not None:
+                if self._uplink is not None:
+                    await self._uplink.turn()
                 await self._stream.write(message)
             elif reducer.committed:
                 await self._stream.end()

@@ -13,29 +13,31 @@ from google.protobuf.message import DecodeError, Message
 
 from node.exchange.filling import Filling
 from node.exchange.peers.base import PeerStream
+from node.exchange.peers.uplink import Uplink
 from node.exchange.result import ChunkAssembly
-from node.exchange.retry import within
+from node.exchange.retry import Steps
 from node.exchange.trouble import Kind, Trouble
 from optim.slices import Slice
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import LINE_BYTES
 from protos.refusal import Refused
-from protos.upload import end_frame
+from protos.upload import LEAST_BYTES, chunk_stop, end_frame
 
 M = TypeVar("M", bound=Message)
 
-SEND_BYTES: Final = 256 << 10  # of a chunk: the streams to all reducers share a link, none waits long for it
-_LEAST_BYTES: Final = 64 << 10  # of a chunk of a payload that fills slowly
+SEND_BYTES: Final = 512 << 10  # of a chunk: the streams to all reducers share a link, none waits long for it
 _WORDS_SECONDS: Final = 1.0  # for the reason of a stream that takes nothing more
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What goes out: the whole payload, and, if it is still being written, how far."""
+    """What goes out: the whole payload, and, if it is still being written, how far. ``lease``: the first
+    sample that it is made of, and how many."""
 
     payload: memoryview
     filling: Filling | None = None
+    lease: tuple[int, int] = (0, 0)
 
     @property
     def written(self) -> bool:
@@ -53,6 +55,13 @@ class Contribution:
             return len(self.payload)
         final = await self.filling.until(nbytes)
         return max(nbytes, final - final % LINE_BYTES)
+
+
+def slice_chunk_bytes(left: int) -> int:
+    """How large the next chunk may be where ``left`` bytes are left. The last ones are small: nothing is made
+    of a chunk before it has come whole."""
+    half = left // 2
+    return min(SEND_BYTES, max(half - half % LINE_BYTES, LEAST_BYTES))
 
 
 class SliceAssembly(ChunkAssembly):
@@ -126,6 +135,7 @@ class SliceUpload:
         stall: seconds that a chunk may take to be taken.
         on_change: called whenever there is something new.
         moving: entered while there is something to send that waits for nothing but the link.
+        uplink: that the contribution leaves by; ``None``: none, the reducer is this node.
 
     Attributes:
         sent: whether the slice has been handed over whole.
@@ -141,10 +151,13 @@ class SliceUpload:
         stall: float,
         on_change: Callable[[], None],
         moving: Callable[[], AbstractContextManager[None]] = nullcontext,
+        uplink: Uplink | None = None,
     ) -> None:
+        self._uplink = uplink or Uplink()
         self.sent = False
         self._stream, self._hello, self._contribution, self._part = stream, hello, contribution, part
-        self._stall, self._on_change, self._moving = stall, on_change, moving
+        self._on_change, self._moving = on_change, moving
+        self._steps = Steps(stall, "a part of a contribution")
         self._deaf = False
         what = f"bytes {part.out_start} to {part.out_end} of the result of round {hello.slice.round + 1}"
         self._what, self._assembly = what, SliceAssembly(into, what)
@@ -173,12 +186,14 @@ class SliceUpload:
             Withdrawn: there will be no contribution.
         """
         tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
+        either = (*tasks, self._steps.over)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[1].done():
-                await self._refused_or(tasks[0], tasks[1])
+                await self._refused_or(tasks[0] if tasks[0].done() else self._steps.over, tasks[1])
             await tasks[1]
         finally:
+            self._steps.close()
             for task in tasks:
                 task.cancel()
             self._stream.cancel()
@@ -218,9 +233,11 @@ class SliceUpload:
         while start < part.end:
             if waits and self._contribution.written:
                 moving.enter_context(self._moving())
+                moving.enter_context(self._uplink.sending())
                 waits = False
-            final = await self._contribution.final(min(start + _LEAST_BYTES, part.end))
-            chunk = self._contribution.payload[start : min(start + SEND_BYTES, final, part.end)]
+            final = await self._contribution.final(min(start + LEAST_BYTES, part.end))
+            stop = chunk_stop(start, slice_chunk_bytes(part.end - start), min(final, part.end))
+            chunk = self._contribution.payload[start:stop]
             hasher.update(chunk)
             await self._put(wire.encode_frame(wire.CHUNK, chunk, offset=start - part.start))
             start += len(chunk)
@@ -228,7 +245,10 @@ class SliceUpload:
         await self._put(end_frame(hasher.hexdigest()))
 
     async def _put(self, message: bytes) -> None:
-        await within(self._stall, "a part of a contribution", self._stream.write(message))
+        self._steps.begin()
+        await self._stream.write(message)
+        self._steps.end()
+        self._uplink.moved()
 
     async def _read(self) -> None:
         while (message := await self._stream.read()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
@@ -91,7 +92,7 @@ class Ways:
                 reasons.append(f"{_WORDS[carrier.name]}: {trouble}")
             else:
                 self._tell(peer, carrier.name, reasons)
-                return carrier.name, Metered(stream, self._meter, up, down)
+                return carrier.name, Metered(stream, self._meter, up, down, peer.node)
         because = "; ".join(reasons) or "no way is left that both nodes have"
         raise Trouble(Kind.UNREACHABLE, f"{peer.node} cannot be reached ({because})")
 
@@ -106,6 +107,10 @@ class Ways:
         now = self._now()
         self._shunned = {key: until for key, until in self._shunned.items() if until > now}
         self._shunned[_key(peer, way)] = now + _SHUN_SECONDS
+
+    def in_use(self, nodes: Collection[str]) -> Counter[str]:
+        """How many of these nodes were last called by each way; any thread may ask."""
+        return Counter(way for node, way in list(self._told.items()) if node in nodes)
 
     def close(self) -> None:
         """End the streams of this node to itself."""

@@ -62,6 +62,13 @@ def hivemind() -> Library:
     logging.addLevelName(logging.WARNING, "WARNING")  # it has changed that name for the whole process
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.ERROR)  # its warnings are about peers that have left
+    logging.getLogger("asyncio").addFilter(_worth_telling)
     return Library(
         P2P, PeerID, DHTNode, TokenAuthorizerBase, AccessToken, RSAPrivateKey, PrivateKey, get_dht_time
     )
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    """Not that a search in the table, at its end, leaves a task behind that waits for an event of its own."""
+    text = record.getMessage()
+    return not ("Task was destroyed but it is pending" in text and "coro=<Event.wait()" in text)

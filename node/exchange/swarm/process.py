@@ -107,7 +107,7 @@ async def start(
             announce_maddrs=setting.announce or None,
             identity_path=str(identity.path),
             force_reachability=None if setting.reachability == "auto" else setting.reachability,
-            auto_nat=setting.reachability == "auto",
+            auto_nat=True,  # with this option routers are opened towards each other too
             nat_port_map=setting.map_port,
             use_auto_relay=bool(relays),
             trusted_relays=relays or None,

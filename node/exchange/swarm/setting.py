@@ -19,12 +19,9 @@ class SwarmSetting:
         quic: whether to listen with QUIC too.
         announce: multiaddresses at which others reach this node, beside those it finds out by itself.
         bootstrap: multiaddresses of peers to begin with, each with its peer id; empty: this is the first.
-        relays: likewise, of peers through which others reach this node.
+        relays: likewise, of nodes of the run through which others reach this one.
         reachability: ``public``: others reach it, and it serves as their relay; ``private``: they do not;
             ``auto``: libp2p finds out, which takes minutes.
-        relayed: whether streams may go through relays too. hivemind 1.1.12's daemon cuts a connection that
-            goes through one after 128 KiB in each direction, whatever its options say: enough to agree on a
-            direct one, and for the table of who is there.
         map_port: ask the router to forward the port (UPnP).
         identity: key file; ``None``: a new identity that ends with the process.
         daemon_seconds: that libp2p's process may take to start.
@@ -42,7 +39,6 @@ class SwarmSetting:
     bootstrap: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
     reachability: Literal["auto", "public", "private"] = "auto"
-    relayed: bool = False
     map_port: bool = False
     identity: Path | None = None
     daemon_seconds: float = 60.0

@@ -107,6 +107,7 @@ def order(
         "voters": voters,
         "weights": [1] * len(voters),
         "mean_weights": [1] * len(voters),
+        "leases": [pb.Lease(start=0, count=1)] * len(voters),
     }
     return pb.Reduce(**{**values, **changes})
 
@@ -266,7 +267,11 @@ class Site:
         round_index, topology = changes.pop("round_index", 0), changes.pop("topology", 1)
         nbytes = self.parts[index].nbytes if index < len(self.parts) else 0
         up = pb.SliceUp(
-            round=round_index, topology=topology, slice=index, nbytes=changes.pop("nbytes", nbytes)
+            round=round_index,
+            topology=topology,
+            slice=index,
+            nbytes=changes.pop("nbytes", nbytes),
+            lease=pb.Lease(start=changes.pop("lease", 0), count=1),
         )
         return self._hello(sender, slice=up, **{"token": self.token(sender, topology), **changes})
 

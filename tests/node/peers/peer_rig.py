@@ -44,11 +44,13 @@ class Relay:
 
     def __init__(self, stream: PeerStream, spoil: Spoil) -> None:
         self._stream, self._spoil = stream, spoil
-        self.cancelled = False
+        self.cancelled = self.silent = False
         self.read_bytes = self.written_bytes = 0
 
     async def read(self) -> bytes | None:
         message = await self._stream.read()
+        if self.silent:  # nothing more arrives, and nothing says so
+            await asyncio.Event().wait()
         if message is None:
             return None
         self.read_bytes += len(message)
@@ -71,6 +73,7 @@ class MemoryCarrier:
 
     Attributes:
         unreachable: names of nodes.
+        silent: names of nodes from which nothing comes.
         opened: node and stream, in order.
     """
 
@@ -78,6 +81,7 @@ class MemoryCarrier:
         self.name: CarrierName = name
         self._coordinator, self._me = coordinator, me
         self.unreachable: set[str] = set()
+        self.silent: set[str] = set()
         self.opened: list[tuple[str, Relay]] = []
         self.spoil: Spoil = lambda message: message
         self.closed = False
@@ -92,6 +96,7 @@ class MemoryCarrier:
         mine, theirs = pair()
         node.serve(theirs)
         relay = Relay(mine, self.spoil)
+        relay.silent = peer.node in self.silent
         self.opened.append((peer.node, relay))
         return relay
 
@@ -288,6 +293,7 @@ class Coordinator:
             voters=self.voters,
             weights=[1] * len(self.voters),
             mean_weights=[1] * len(self.voters),
+            leases=[pb.Lease(start=0, count=1)] * len(self.voters),
         )
         self.say(self.nodes[reducer], pb.CoordinatorMessage(reduce=order))
 

@@ -340,6 +340,56 @@ async def test_a_slice_between_no_pieces_is_told() -> None:
     assert "does not lie between pieces" in site.news.failed
 
 
+async def test_a_contribution_of_other_samples_takes_the_place_of_the_former_one() -> None:
+    """The sender was given another lease by a coordinator that was started again."""
+    site = Site()
+    site.topology()
+    former, mine, other = payloads(site.table, 3)
+    site.desk.reduce(order("ab"))
+    old = await site.send("a", former)
+    await site.send("b", other)
+    await until(lambda: site.told and site.news.digest and old.digest)
+    leases = [pb.Lease(start=8, count=1), pb.Lease(start=0, count=1)]
+    site.desk.reduce(order("ab", attempt=2, leases=leases, tell=True))
+    await idle()
+    assert not site.news.digest, "the coordinator is not told that it is there"
+    assert dict(zip(site.news.arrived, (one.start for one in site.news.leases), strict=True)) == {
+        "a": 0,
+        "b": 0,
+    }
+    new = await site.send("a", mine, lease=8)
+    await until(lambda: new.digest and site.news.digest)
+    assert new.result == at_the_hub(site.table, [mine, other])
+    assert [one.start for one in site.news.leases] == [0, 8] and list(site.news.arrived) == ["b", "a"]
+
+
+async def test_other_samples_that_come_before_their_order_are_kept_for_it() -> None:
+    site = Site()
+    site.topology()
+    former, mine = payloads(site.table, 2)
+    site.desk.reduce(order("a"))
+    await site.send("a", former)
+    new = await site.send("a", mine, lease=8)
+    await idle()
+    assert not new.digest
+    site.desk.reduce(order("a", attempt=2, leases=[pb.Lease(start=8, count=1)]))
+    await until(lambda: new.digest)
+    assert new.result == mine and site.news.attempt == 2
+
+
+async def test_a_refusal_is_of_the_samples_that_were_refused() -> None:
+    site = Site()
+    site.topology()
+    mine = payloads(site.table, 1)[0]
+    site.desk.reduce(order("a"))
+    assert await (await site.begin("a", nbytes=1)).refused() == "truncated"
+    assert [one.node for one in site.news.refused] == ["a"]
+    site.desk.reduce(order("a", attempt=2, leases=[pb.Lease(start=8, count=1)], tell=True))
+    assert not site.news.refused
+    new = await site.send("a", mine, lease=8)
+    await until(lambda: new.digest)
+
+
 async def test_news_are_told_again_with_every_order() -> None:
     site = Site()
     site.topology()

@@ -12,6 +12,7 @@ from optim.slices import Slice, slice_pieces, units
 from protos import wire
 from protos.upload import end_frame
 from tests.node.peers.desk_rig import (
+    DEADLINE,
     TABLES,
     Site,
     at_the_hub,
@@ -162,29 +163,47 @@ async def test_who_is_ahead_of_everything_waits_only_so_long() -> None:
     site.desk.reduce(order("a"))
     assert await (await site.begin("a", topology=2)).refused() == "wrong-round"
     assert await (await site.begin("a", round_index=1)).refused() == "wrong-round"
-    assert not site.desk._waiting and not site.desk._open
+    assert not site.desk._strangers and not site.desk._open
 
 
-async def test_how_many_may_wait_is_bounded() -> None:
-    site = Site(waiting=2)
-    site.topology()
-    waiting = [await site.begin(name) for name in "ab"]
-    await until(lambda: site.desk._waiting == 2)
-    assert await (await site.begin("c")).refused() == "overloaded"
+@pytest.mark.parametrize("what", ["nothing", "a topology to come"])
+async def test_strangers_keep_nobody_out(what: str) -> None:
+    site = await open_site(strangers=3)
+    ahead = site.hello("stranger", topology=9, token=b"guessed")
+    for _ in range(20):
+        await site.call(None if what == "nothing" else ahead)
+        await idle()
+    assert len(site.desk._strangers) == 3
+    callers = [await site.send(name, row) for name, row in zip("abc", payloads(site.table, 3), strict=True)]
+    await until(lambda: site.told and site.news.digest)
+    assert all(caller.digest for caller in callers)
+    assert len(site.desk._strangers) <= 3
     site.desk.close()
-    for caller in waiting:
-        assert await caller.refused() == "broken-stream"
 
 
-async def test_how_many_streams_are_open_is_bounded() -> None:
+async def test_who_gives_way_and_who_is_refused_hold_nothing_any_more() -> None:
+    site = await open_site(strangers=2, linger=DEADLINE)
+    silent = [await site.call() for _ in range(2)]
+    wrong = [await site.call(site.hello("a", token=b"wrong")) for _ in range(2)]  # who read no refusal
+    await until(lambda: all(caller.served.done() for caller in silent))
+    await until(lambda: len(site.desk._strangers) == 2)
+    await site.begin("b")
+    await until(lambda: wrong[0].served.done() and len(site.desk._streams) == 1)
+    assert not wrong[1].served.done()
+
+
+async def test_how_many_streams_a_node_has_open_is_bounded() -> None:
     site = await open_site(streams=2)
-    kept = [await site.begin(name) for name in "ab"]
+    site.topology(slices(TABLES["mixed"], 4, 3), number=2)
+    kept = [await site.begin("a", index, topology=2) for index in range(2)]
     await until(lambda: len(site.desk._streams) == 2)
-    assert await (await site.begin("c")).refused() == "overloaded"
+    assert await (await site.begin("a", 2, topology=2)).refused() == "overloaded"
+    await site.begin("b", 2, topology=2)
+    await until(lambda: len(site.desk._streams) == 3)
     kept[0].die()
     await soon(kept[0].served)
-    await site.begin("c")
-    await until(lambda: len(site.desk._streams) == 2)
+    await site.begin("a", 2, topology=2)
+    await until(lambda: len(site.desk._streams) == 4 - 1)
 
 
 async def test_how_much_a_node_fetches_at_a_time_is_bounded() -> None:
@@ -206,7 +225,7 @@ async def test_a_fetch_by_somebody_unknown_waits_for_the_topology_that_names_it(
     site.desk.shelf.put(0, site.commit(GOOD), GOOD)
     hello = site.fetching("newcomer", 0, N, token=site.token("newcomer", 2))
     caller = (await site.call(hello)).listen()
-    await until(lambda: site.desk._waiting)
+    await until(lambda: len(site.desk._strangers) == 1)
     site.names.append("newcomer")
     site.topology(number=2)
     await soon(caller.served)
@@ -261,9 +280,9 @@ async def test_refusals_are_said_now_and_then() -> None:
 async def test_closing_ends_everything() -> None:
     site = await open_site()
     callers = [await site.begin("a"), await site.begin("b", round_index=1)]
-    await until(lambda: site.desk._streams and site.desk._waiting)
+    await until(lambda: site.desk._streams and len(site.desk._open) == 2)
     site.desk.close()
     site.desk.close()
     assert [await caller.refused() for caller in callers] == ["broken-stream"] * 2
-    assert await (await site.begin("c")).refused() == "overloaded"
+    assert await (await site.begin("c")).refused() == "broken-stream"
     assert not site.desk._open

@@ -72,7 +72,13 @@ def plan(hub: FakeHub, number: int, me: str, *others: pb.PeerNode) -> None:
 
 def order(hub: FakeHub, number: int, me: str, round_index: int = 0) -> None:
     reduce = pb.Reduce(
-        round=round_index, topology=number, attempt=1, voters=[me], weights=[1], mean_weights=[1]
+        round=round_index,
+        topology=number,
+        attempt=1,
+        voters=[me],
+        weights=[1],
+        mean_weights=[1],
+        leases=[pb.Lease(start=0, count=4)],
     )
     hub.send(pb.CoordinatorMessage(reduce=reduce))
     hub.open_round(round_index, topology=number)

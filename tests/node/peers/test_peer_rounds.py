@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -107,6 +108,17 @@ def test_slices_of_many_chunks_travel_from_node_to_node() -> None:
             for direction in ("up", "down"):
                 total = counts[direction, "contribution"] + counts[direction, "result"]
                 assert total == pytest.approx(2 * 2 * 2 / 3 * table.nbytes, rel=0.01)
+        counted = {
+            (name, peer, direction): nbytes
+            for name, node in run.nodes.items()
+            for peer, direction, _, nbytes in node.meter.traffic.counts()
+        }
+        for name, other in itertools.permutations(run.nodes, 2):
+            sent = counted[name, other, "sent"]
+            assert (
+                sent == counted[other, name, "received"] == pytest.approx(2 * 2 / 3 * table.nbytes, rel=0.01)
+            )
+            assert run.nodes[name].rounds.ways == {"direct": 2}
         assert not run.messages("slice_trouble") and not any(node.said for node in run.nodes.values())
         await run.close()
 

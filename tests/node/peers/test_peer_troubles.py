@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from node.exchange.peers import pace, rounds
 from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
@@ -315,6 +316,77 @@ def test_after_a_rejoin_the_coordinator_is_told_again() -> None:
         run.commit()
         await asyncio.gather(*tasks)
         arrive(run, (0, 1))
+        await run.close()
+
+    play(test)
+
+
+def test_a_result_that_stands_still_is_told_and_made_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "patience", lambda took: 0.02)
+
+    async def test() -> None:
+        run = Coordinator(TABLE, NAMES)
+        run.plan(NAMES)
+        run.nodes["node-0"].carriers[0].silent.add("node-2")
+        tasks = start(run)
+        await until(lambda: bool(run.messages("slice_trouble")))
+        monkeypatch.setattr(pace, "patience", lambda took: DEADLINE)
+        ((name, trouble),) = run.messages("slice_trouble")
+        assert (name, trouble.slice) == ("node-0", 2)
+        assert trouble.reason.startswith("nothing more comes from node-2, ")
+        assert "after the results of all others" in trouble.reason
+        run.give(2, "node-1")
+        run.order_from("node-1")
+        await asyncio.gather(*tasks)
+        arrive(run)
+        await run.close()
+
+    play(test)
+
+
+def test_a_decided_result_that_stands_still_is_fetched_at_the_rounds_pace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounds, "patience", lambda took: 0.02)
+    monkeypatch.setattr(rounds, "_SILENCE_SECONDS", 0.03)
+
+    async def test() -> None:
+        run = Coordinator(TABLE, NAMES)
+        run.plan(NAMES)
+        run.hold_back = True
+        run.nodes["node-0"].carriers[0].silent.add("node-2")
+        tasks = start(run)
+        await until(lambda: len(run.digests) == 3 and len(run.holding) == 2)
+        run.commit()
+        await asyncio.gather(*tasks)  # the stall of the limits is longer than the test may take
+        arrive(run)
+        await run.close()
+
+    play(test)
+
+
+def test_the_end_of_a_round_that_was_broken_off_does_not_touch_the_next_one() -> None:
+    async def test() -> None:
+        run = Coordinator(TABLE, NAMES)
+        run.plan(NAMES)
+        node = run.nodes["node-0"]
+
+        def abstaining() -> asyncio.Future[pb.Commit]:
+            into = memoryview(bytearray(TABLE.result_nbytes))
+            return asyncio.ensure_future(node.rounds.reduce(run.open(NAMES[1:]), None, None, into, "no data"))
+
+        former = abstaining()
+        await until(lambda: len(run.messages("abstention")) == 1)
+        next_one = abstaining()
+        former.cancel()
+        await asyncio.wait({former})
+        await until(lambda: len(run.messages("abstention")) == 2)
+        node.rounds.rejoined()
+        assert [abstention.round for _, abstention in run.messages("abstention")] == [0, 1, 1]
+        next_one.cancel()
+        await asyncio.wait({next_one})
+        node.rounds.rejoined()
+        assert len(run.messages("abstention")) == 3, "nothing goes on"
         await run.close()
 
     play(test)

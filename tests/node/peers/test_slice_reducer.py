@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.exchange.peers import slice_reducer
 from node.exchange.peers.slice_contribution import Rows
-from node.exchange.peers.slice_reducer import SliceReducer, SliceWork, joined
+from node.exchange.peers.slice_reducer import SliceReducer, SliceWork
 from optim.aggregate import ReducerMemory
 from optim.slices import Slice
 from protos import wire
@@ -64,7 +65,7 @@ class Slices:
         lanes = []
         for reducer in self.reducers:
             body = payload[reducer.part.start : reducer.part.end]
-            taken = reducer.accept(sender, len(body))
+            taken = reducer.accept(sender, len(body), (0, 1))
             assert taken is not None
             lanes.append([(reducer, taken, frame) for frame in upload_frames(body, size)])
         steps = []
@@ -206,7 +207,7 @@ async def test_a_sender_that_dies_and_comes_again_voids_what_it_had_a_part_in() 
     reducer.order(order(["a", "b"]))
     for step in site.feed("a", rows[0]):
         step()
-    taken = reducer.accept("b", table.nbytes)
+    taken = reducer.accept("b", table.nbytes, (0, 1))
     assert taken is not None
     taken.feed(wire.decode_frame(upload_frames(bytes(table.nbytes), 9600)[0]))
     reducer.delivered("b", taken)
@@ -239,7 +240,8 @@ async def test_arrivals_are_told_if_that_is_wanted() -> None:
     assert len(site.news) == 3 and reducer.news().digest
 
 
-async def test_large_work_is_done_off_the_loop_one_job_at_a_time() -> None:
+async def test_large_work_is_done_off_the_loop_one_job_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_reducer, "_INLINE_BYTES", 256 << 10)
     table = voted_table(8192)  # 512 KiB
     rows = payloads(table, 2)
     jobs: list[tuple[Callable[[], list[bytes]], asyncio.Future[list[bytes]]]] = []
@@ -264,7 +266,8 @@ async def test_large_work_is_done_off_the_loop_one_job_at_a_time() -> None:
     assert site.result == at_the_hub(table, rows) and not jobs
 
 
-async def test_a_job_of_voters_who_are_no_more_changes_nothing() -> None:
+async def test_a_job_of_voters_who_are_no_more_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_reducer, "_INLINE_BYTES", 256 << 10)
     table = voted_table(8192)
     rows = payloads(table, 2)
     futures: list[asyncio.Future[list[bytes]]] = []
@@ -339,7 +342,7 @@ async def test_rows_are_used_again_and_never_by_two() -> None:
             for step in site.feed(name, row):
                 step()
         assert rows.nbytes == 0
-        straggler = site.reducers[0].accept("c", table.nbytes)
+        straggler = site.reducers[0].accept("c", table.nbytes, (0, 1))
         site.reducers[0].order(order(["a", "b"], round_index=round_index))
         expected = site.result
         site.commit()
@@ -364,17 +367,17 @@ async def test_a_result_that_is_not_the_committed_one_leaves_no_trace() -> None:
     reducer.commit(b"another one")
     assert not memory[0].arrays() and reducer.closed is not None and reducer.closed.kind == "late"
     with pytest.raises(Refused, match="another result"):
-        reducer.accept("b", table.nbytes)
+        reducer.accept("b", table.nbytes, (0, 1))
 
 
-def test_chunks_are_joined_up_to_a_size() -> None:
-    body = random.Random(1).randbytes(700_000)
-    frames = [
-        wire.encode_frame(wire.CHUNK, body[i : i + 50_000], attempt=3, offset=64 + i)
-        for i in range(0, len(body), 50_000)
-    ]
-    whole = [wire.decode_frame(frame) for frame in joined(frames)]
-    assert b"".join(frame.body for frame in whole) == body
-    assert [frame.offset for frame in whole] == [64, 64 + 250_000, 64 + 500_000]
-    assert {frame.attempt for frame in whole} == {3}
-    assert joined([]) == []
+async def test_pieces_that_are_ready_together_are_sent_in_one_frame() -> None:
+    table = voted_table(lines=15_000)  # 960 kB
+    site = Slices(table, slices(table, 1))
+    (reducer,) = site.reducers
+    reducer.order(order(["a", "b"]))
+    for sender, payload in zip("ab", payloads(table, 2), strict=True):
+        for step in site.feed(sender, payload, size=300_000):
+            step()
+    await until(lambda: reducer.digest)
+    frames = [wire.decode_frame(frame) for frame in reducer.frames.frames[:-1]]
+    assert len(frames) == 4 and sum(len(frame.body) for frame in frames) == table.nbytes

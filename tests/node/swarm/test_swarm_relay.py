@@ -3,161 +3,106 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import dataclasses
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from node.exchange.peers.base import PeerStream
 from node.exchange.retry import within
+from node.exchange.swarm.relaying import relays_of
 from node.exchange.trouble import Trouble
 from tests.node.swarm.swarm_rig import SECONDS, Site
 
 
-async def _hello(caller: Site, called: Site) -> None:
+async def _hello(caller: Site, called: Site, nbytes: int = 50_000) -> None:
     stream = await caller.swarm.carrier.open(await called.peer())
-    data = os.urandom(50_000)
+    data = os.urandom(nbytes)
     await stream.write(data)
     assert await within(SECONDS, "an echo", stream.read()) == data
     await stream.end()
     assert await within(SECONDS, "the end", stream.read()) is None
+    await within(SECONDS, "the leave", stream.closed.wait())
 
 
 async def test_who_does_not_listen_is_reached_through_a_relay(sockets: Path) -> None:
     relay = Site("relay", reachability="public")
     await relay.swarm.start()
     through = await relay.swarm.addresses()
-    setting = {"listen": (), "relays": through, "reachability": "private"}
-    hidden = [Site(name, relayed=True, **setting) for name in ("one", "two")] + [Site("strict", **setting)]
+    hidden = [
+        Site(name, listen=(), relays=through, reachability="private", bootstrap=through)
+        for name in ("one", "two")
+    ]
     try:
-        for site in hidden:
-            site.begin_with(through)
         await asyncio.gather(*(site.swarm.start() for site in hidden))
-        one, two, strict = hidden
+        one, two = hidden
         for site in hidden:
             addresses = await site.swarm.addresses()
             assert addresses and all("/p2p-circuit/p2p/" in address for address in addresses)
-        await _hello(one, two)
-        await _hello(two, one)
-        with pytest.raises(Trouble, match="no direct way"):
-            await strict.swarm.carrier.open(await one.peer())
+        for nbytes in (50_000, 1 << 20):  # more than libp2p's relays carry
+            await _hello(one, two, nbytes)
+            await _hello(two, one, nbytes)
+        assert relay.swarm.carrier.carried > 4 * (1 << 20)
+        assert one.said.get_nowait() == (
+            f"two is reached by the swarm through the relay {relay.swarm.peer} now"
+        )
+        assert "this node carries what" in relay.said.get_nowait()
     finally:
         await asyncio.gather(*(site.swarm.close() for site in (relay, *hidden)))
 
 
-NODE = """
-import asyncio, json, sys
-sys.path.insert(0, {root!r})
-from node.exchange.peers.base import Peer
-from node.exchange.swarm.setting import SwarmSetting
-from node.exchange.swarm.swarm import Swarm
-from tests.node.swarm.swarm_rig import echo
-
-async def main():
-    setting = json.loads(sys.argv[1])
-    swarm = Swarm(SwarmSetting(**{{k: tuple(v) if isinstance(v, list) else v for k, v in setting.items()}}),
-                  "token", "node", echo, say=lambda text: print(text, file=sys.stderr))
-    await swarm.start()
-    print(json.dumps([swarm.peer, await swarm.addresses()]), flush=True)
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        peer, addresses = json.loads(line)
-        stream = await swarm.carrier.open(Peer("other", swarm=peer, swarm_addresses=tuple(addresses)))
-        await stream.write(bytes(50_000))
-        print(json.dumps(len(await stream.read())), flush=True)
-        await stream.end()
-    await swarm.close()
-
-asyncio.run(main())
-"""
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_relay_that_was_not_chosen_calls_for_nobody(sites: list[Site]) -> None:
+    carrier = sites[0].swarm.carrier
+    called = sites[1].swarm.peer
+    with pytest.raises(Trouble, match="has not chosen that peer for its relay"):
+        await carrier._opened(called, (), b"c", called)
+    with pytest.raises(Trouble, match="a third peer without a peer id"):
+        await carrier._opened(called, (), b"o", "somebody")
 
 
-class Namespaces:
-    """A machine in the middle that does not forward, and two beside it that reach nothing else."""
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_stream_through_a_relay_breaks_at_is_told(sites: list[Site]) -> None:
+    """The callee breaks off in the middle: the caller learns of it."""
+    one, two = sites
+    two.swarm.daemon._setting = dataclasses.replace(
+        two.swarm.daemon.setting, relays=await one.swarm.addresses()
+    )
+    begun = asyncio.Event()
 
-    names = ("atsw-r", "atsw-a", "atsw-b")
+    async def leave(stream: PeerStream) -> None:
+        await stream.read()
+        begun.set()
+        stream.cancel()
 
-    def __enter__(self) -> Namespaces:
-        middle = self.names[0]
-        for name in self.names:
-            self._ip("netns", "add", name)
-            self._ip("-n", name, "link", "set", "lo", "up")
-        for number, name in enumerate(self.names[1:], start=1):
-            self._ip("-n", name, "link", "add", "e0", "type", "veth", "peer", f"e{number}", "netns", middle)
-            for where, link, host in ((name, "e0", 2), (middle, f"e{number}", 1)):
-                self._ip("-n", where, "addr", "add", f"10.91.{number}.{host}/24", "dev", link)
-                self._ip("-n", where, "link", "set", link, "up")
-            self._ip("-n", name, "route", "add", "default", "via", f"10.91.{number}.1")
-        subprocess.run(
-            ["ip", "netns", "exec", middle, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/ip_forward"], check=True
-        )
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-    @staticmethod
-    def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-class Node:
-    """A process in a namespace."""
-
-    def __init__(self, namespace: str, folder: Path, **setting: Any) -> None:
-        script = folder / "node.py"
-        script.write_text(NODE.format(root=os.getcwd()))
-        self.process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, sys.executable, str(script), json.dumps(setting)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(folder)},
-        )
-
-    def line(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def send(self, value: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(value) + "\n")
-        self.process.stdin.flush()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            assert self.process.wait(SECONDS) == 0
-        finally:
-            self.process.kill()
+    two.handler = leave
+    caller = Site("three")
+    try:
+        caller.begin_with(await one.swarm.addresses())
+        await caller.swarm.start()
+        way = {one.swarm.peer: await one.swarm.addresses()}
+        stream = await caller.swarm.carrier._through(way, await two.peer(), "")
+        await stream.write(b"x")
+        await within(SECONDS, "the callee", begun.wait())
+        with pytest.raises(Trouble):
+            await within(SECONDS, "the end", stream.read())
+    finally:
+        await caller.swarm.close()
 
 
-@pytest.mark.root
-@pytest.mark.slow
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("ip"), reason="needs root and iproute2")
-def test_networks_without_a_way_between_them_are_joined_by_a_relay(sockets: Path) -> None:
-    with Namespaces(), contextlib.ExitStack() as stack:
-        relay = Node("atsw-r", sockets, listen=["0.0.0.0"], reachability="public")
-        stack.callback(relay.close)
-        _, through = relay.line()
-        nodes = []
-        for name in ("atsw-a", "atsw-b"):
-            near = [text for text in through if f"/10.91.{len(nodes) + 1}." in text]
-            setting = {"bootstrap": near, "relays": near, "reachability": "private", "relayed": True}
-            nodes.append(Node(name, sockets, **setting))
-            stack.callback(nodes[-1].close)
-        (one, _), (two, addresses) = (node.line() for node in nodes)
-        assert one != two
-        # The relay is known to each network by another address.
-        here = [text.replace("/10.91.2.", "/10.91.1.") for text in addresses if "p2p-circuit" in text]
-        nodes[0].send([two, here])
-        assert nodes[0].line() == 50_000
-    (sockets / "node.py").unlink()
+def test_relays_are_read_from_the_addresses_of_a_peer() -> None:
+    relay, other, peer = (f"Qm{letter * 44}" for letter in "abc")
+    near, far = f"/ip4/192.0.2.1/tcp/1/p2p/{relay}", f"/ip4/192.0.2.2/udp/1/quic-v1/p2p/{relay}"
+    addresses = [
+        f"/ip4/192.0.2.3/tcp/1/p2p/{peer}",
+        f"{near}/p2p-circuit/p2p/{peer}",
+        f"{far}/p2p-circuit/p2p/{peer}",
+        f"/dns/example.org/tcp/1/p2p/{other}/p2p-circuit/p2p/{peer}",
+        f"/ip4/192.0.2.3/tcp/1/p2p-circuit/p2p/{peer}",  # a relay without a name
+        "nonsense",
+    ]
+    assert relays_of(addresses) == {
+        relay: (near, far),
+        other: (f"/dns/example.org/tcp/1/p2p/{other}",),
+    }
