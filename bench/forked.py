@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,7 @@ def _work(order: Order) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update({**order.environment, PARENT_KEY: str(os.getppid())})
+    tempfile.tempdir = None  # what the fork server has found may not be this environment's TMPDIR
     follow_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if order.namespace:

@@ -18,7 +18,16 @@ from bench.virtual.state import BATCH, RUN_DIGEST, TABLES
 from coordinator import active_round
 from coordinator.chunk_store import ChunkStore
 from coordinator.hub import Hub
-from coordinator.journal import Done, Loaded, MemoryJournal, Recovered, RosterRecord, RoundRecord, StartRecord
+from coordinator.journal import (
+    AdminRecord,
+    Done,
+    Loaded,
+    MemoryJournal,
+    Recovered,
+    RosterRecord,
+    RoundRecord,
+    StartRecord,
+)
 from coordinator.plan import RunPlan
 from coordinator.result import ResultRing
 from coordinator.rounds import Policy
@@ -82,6 +91,15 @@ class Writer:
             self.disk.journal.begin(start)
 
         self._write(write)
+
+    @property
+    def administration(self) -> AdminRecord:
+        """See :class:`coordinator.journal.Journal`."""
+        return self.disk.journal.administration
+
+    def administer(self, record: AdminRecord) -> None:
+        """See :class:`coordinator.journal.Journal`."""
+        self._write(lambda: self.disk.journal.administer(record))
 
     def roster(self, record: RosterRecord) -> None:
         """See :class:`coordinator.journal.Journal`."""

@@ -12,6 +12,7 @@ import torch
 from coordinator.leases import Lease, LeaseBook
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
+from coordinator.reports import Reports
 from coordinator.run import Run
 from node.checkpoint import Meta, load_parameters, newest
 from node.export import export
@@ -40,19 +41,20 @@ def coordinator_of(fleet: Fleet, run: RunFile, nodes: int) -> Coordinator:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     """The coordinator stops once all nodes have applied so many rounds."""
-    go_on, reported = Run.between_rounds, Run.reported
+    go_on, reported = Run.between_rounds, Reports.take
 
     def between(run: Run) -> None:
         if run.round != rounds:
             go_on(run)
 
-    def heard(run: Run, node: Node, report: Report) -> None:
-        reported(run, node, report)
+    def heard(reports: Reports, node: Node, report: Report) -> None:
+        reported(reports, node, report)
+        run = reports._run
         if all(each.report.round == run.round - 1 == rounds - 1 for each in run.registry.nodes.values()):
             run.stop("it was stopped halfway")
 
     monkeypatch.setattr(Run, "between_rounds", between)
-    monkeypatch.setattr(Run, "reported", heard)
+    monkeypatch.setattr(Reports, "take", heard)
 
 
 def leases_of(monkeypatch: pytest.MonkeyPatch) -> list[Lease]:
