@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from deploy.history import History
 from deploy.preset import Key, run_text
 from deploy.processes import Child, Children, ProcessError
 from deploy.progress import round_line
+from deploy.run_folder import RunFolder
 from deploy.screen import Screen
 from deploy.status import StatusClient, StatusError
 from node.events import RoundDone
@@ -70,56 +70,22 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Files:
-    """Where everything lies in the output folder."""
+class Files(RunFolder):
+    """Where everything of a demo lies."""
 
-    out: Path
-
-    @property
-    def run(self) -> Path:
-        return self.out / "run.toml"
+    who: str = "the demo"
 
     @property
     def baseline(self) -> Path:
         return self.out / "baseline.toml"
 
     @property
-    def invite(self) -> Path:
-        return self.out / "invite"
-
-    @property
     def checkpoint(self) -> Path:
         return self.out / "checkpoint"
 
     @property
-    def journal(self) -> Path:
-        return self.out / "journal"
-
-    @property
     def picture(self) -> Path:
         return self.out / "demo.png"
-
-    @property
-    def results(self) -> Path:
-        return self.out / "results.json"
-
-    def log(self, name: str) -> Path:
-        return self.out / f"{name}.log"
-
-    def events(self, name: str) -> Path:
-        return self.out / f"{name}.jsonl"
-
-    def prepare(self, names: Sequence[str]) -> None:
-        """Make the folder and remove what an earlier demo has left in it."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            old = [self.invite, self.picture, self.results]
-            for path in [*old, *(self.log(name) for name in names), *(self.events(name) for name in names)]:
-                path.unlink(missing_ok=True)
-            for folder in filter(Path.is_dir, (self.checkpoint, self.journal)):
-                shutil.rmtree(folder)
-        except OSError as error:
-            raise UserError(f"the demo cannot write to {self.out}: {error.strerror or error}") from error
 
 
 def run_files(options: Options) -> tuple[str, str]:
@@ -181,7 +147,8 @@ class Demo:
         run_file, baseline_file = run_files(self.options)
         run = RunFile.parse(run_file)
         self._data, self.history = run.data, History(run.method.micro_steps(1))
-        self.files.prepare(["coordinator", *self._names, "baseline"])
+        files = self.files
+        files.prepare(["coordinator", *self._names, "baseline"], files.checkpoint, files.picture)
         self.files.run.write_text(run_file, encoding="utf-8")
         self.files.baseline.write_text(baseline_file, encoding="utf-8")
         with Children() as children:

@@ -18,6 +18,7 @@ from deploy.errors import UserError
 from deploy.event_log import EventReader
 from deploy.history import History
 from deploy.processes import Child, Children, ProcessError
+from deploy.run_folder import RunFolder
 from deploy.screen import Screen
 from deploy.status import StatusClient, StatusError
 from deploy.testbed import results as outcome
@@ -31,7 +32,7 @@ from deploy.testbed.network import Network
 from deploy.testbed.probing import Probes, probe_links, refused
 from deploy.testbed.results import Deed, Results
 from deploy.testbed.script import Action, Script
-from deploy.testbed.setting import Files, Options, layout_of, run_file
+from deploy.testbed.setting import Options, layout_of, run_file
 from deploy.testbed.view import view
 from deploy.watch import MISSES
 from protos.invite import Invite
@@ -56,7 +57,7 @@ class Bed:
         self, options: Options, console: Console, clock: Clock = time.monotonic, date: Clock = time.time
     ) -> None:
         self.options = options
-        self.files = Files(options.out.resolve())
+        self.files = RunFolder(options.out.resolve(), "the test bed")
         self.layout = layout_of(options)
         self.text = run_file(options)
         self.runfile = RunFile.parse(self.text)

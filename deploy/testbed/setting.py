@@ -1,9 +1,7 @@
-"""What a test bed is asked for, the run file that follows from it, and where its files lie."""
+"""What a test bed is asked for, and the run file that follows from it."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -128,48 +126,3 @@ def _model(options: Options) -> dict[Key, Any]:
     found = shape_for(parse_count(options.size), 256)
     keys = ("d_model", "layers", "heads")
     return {("model", key): getattr(found, key) for key in keys}
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where everything lies in the output folder."""
-
-    out: Path
-
-    @property
-    def run(self) -> Path:
-        return self.out / "run.toml"
-
-    @property
-    def invite(self) -> Path:
-        return self.out / "invite"
-
-    @property
-    def journal(self) -> Path:
-        return self.out / "journal"
-
-    @property
-    def results(self) -> Path:
-        return self.out / "results.json"
-
-    def log(self, name: str) -> Path:
-        return self.out / f"{name}.log"
-
-    def events(self, name: str) -> Path:
-        return self.out / f"{name}.jsonl"
-
-    def prepare(self, names: Sequence[str]) -> None:
-        """Make the folder and remove what an earlier run has left in it.
-
-        Raises:
-            UserError: it cannot be written to.
-        """
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            logs = [path for name in names for path in (self.log(name), self.events(name))]
-            for path in (self.invite, self.results, *logs):
-                path.unlink(missing_ok=True)
-            if self.journal.is_dir():
-                shutil.rmtree(self.journal)
-        except OSError as error:
-            raise UserError(f"the test bed cannot write to {self.out}: {error.strerror or error}") from error
