@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,9 @@ from node.exchange.session import Claim
 from node.metrics import NodeMetrics
 from node.ranks import Alone, Ranks
 from node.setting import LaunchError, Options, Setting, build, choose_device
+from node.signals import PoliteSignals, reason_of
 from node.torchrun import leads, ranks_here
-from node.worker import INTERRUPTED, Worker
+from node.worker import Worker
 from optim.bits import backend
 from protos.buckets import TableSchedule
 from protos.exporting import MetricsServer
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["SAVE_EVERY", "LaunchError", "Options", "choose_device", "join", "train"]
 
 SAVE_EVERY: Final = 50  # rounds, in a run that measures no validation loss before its end
-TERMINATED: Final = "terminated by SIGTERM"
 _MAX_NAME: Final = 128
 _TOGETHER_SECONDS: Final = 600.0  # for the ranks of a node that trains alone
 _OUTLAST_SECONDS: Final = 10.0
@@ -72,6 +71,7 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
         limits = exchange.limits = _limits(runfile, options)
         island = _meet(farewell, options, limits.round + 2 * limits.reconnect + 60.0)
         ranks: Ranks = island or Alone()
+        signals = PoliteSignals(stack, ranks)
         if island is not None and island.rank == 0:
             relay.to = island.news.publish
         setting = build(runfile, options, emit, ranks)
@@ -101,14 +101,14 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
                 limits=limits,
             )
             farewell.first(own.close)
-            return _work(setting, None, own, ranks, options, emit, farewell)
+            return _work(setting, None, own, ranks, options, emit, farewell, signals)
         peers = None if island else _peers(runfile, options)
         backend()  # a second or two to load kernels, for which no round has to wait
         admission = exchange.join(claim, tables, lane if island else None, peers)
         emit(Joined(admission.node, exchange.address, admission.needs_state))
         gc.collect()
         gc.freeze()  # or each full collection looks through all that torch has imported, for 0.2 s in a round
-        return _work(setting, exchange, exchange, ranks, options, emit, farewell)
+        return _work(setting, exchange, exchange, ranks, options, emit, farewell, signals)
 
 
 def train(runfile: RunFile, options: Options, on_event: Listener = lambda event: None) -> Summary:
@@ -123,6 +123,7 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
         metrics, emit = _observed(stack, options, on_event)
         farewell = _Farewell(stack)
         ranks = _meet(farewell, options, _TOGETHER_SECONDS) or Alone()
+        signals = PoliteSignals(stack, ranks)
         setting = build(runfile, options, emit, ranks)
         if metrics is not None:
             metrics.watch(transfers=setting.transfers)
@@ -138,7 +139,9 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
             reducer=setting.reducer,
         )
         farewell.first(exchange.close)
-        return _work(setting, exchange, exchange, ranks, replace(options, overlap=False), emit, farewell)
+        return _work(
+            setting, exchange, exchange, ranks, replace(options, overlap=False), emit, farewell, signals
+        )
 
 
 class _Relay:
@@ -156,9 +159,9 @@ class _Farewell:
     """Closes what speaks with others on every way out, with the reason known by then."""
 
     def __init__(self, stack: ExitStack, *closing: Callable[[str], None]) -> None:
-        self.reason = "the node failed"
+        self.reason = "the node has come to its end"
         self._closing = list(closing)
-        stack.callback(self._close)
+        stack.push(self._leave)
 
     def first(self, close: Callable[[str], None]) -> None:
         """Close this before all else."""
@@ -168,7 +171,11 @@ class _Farewell:
         """Close this after all else."""
         self._closing.append(close)
 
-    def _close(self) -> None:
+    def _leave(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self.reason = reason_of(error)
+        elif error is not None:
+            self.reason = f"{type(error).__name__}: {error}"[:200]
         with _deaf_to_termination(), ExitStack() as stack:
             for close in reversed(self._closing):
                 stack.callback(close, self.reason)
@@ -220,6 +227,7 @@ def _work(
     options: Options,
     emit: Listener,
     farewell: _Farewell,
+    signals: PoliteSignals,
 ) -> Summary:
     every = options.save_every
     if every is None:
@@ -243,17 +251,14 @@ def _work(
         measure=options.metrics is not None,
     )
     alone = ranks.size == 1  # several save together or not at all
-    signals = _PoliteSignals(worker, ranks)
     try:
-        with signals:
+        with signals.wait_for(worker):
             summary = worker.run()
-    except (KeyboardInterrupt, SystemExit) as signalled:
-        farewell.reason = _reason(signalled)
+    except (KeyboardInterrupt, SystemExit):
         if alone and not worker.interrupted:  # else it is asked for the second time: at once
             worker.save()
         raise
     except BaseException as error:
-        farewell.reason = f"{type(error).__name__}: {error}"[:200]
         if alone and isinstance(error, ExchangeError):  # the run is lost to this node, its state is not
             worker.save()
         elif ranks.rank:
@@ -279,49 +284,6 @@ def _outlast(ranks: Ranks) -> None:
     thread = threading.Thread(target=listen, name="atoll-outlast", daemon=True)
     thread.start()
     thread.join(_OUTLAST_SECONDS)
-
-
-class _PoliteSignals:
-    """The first Ctrl-C, or SIGTERM, ends a wait at once, and a computation after its micro-step; the second
-    ends anything.
-
-    Of several ranks the leader takes them, and a computation ends after its round, as they leave and save
-    together or not at all; the others wait for what it decides. torchrun also sends SIGTERM when one of them
-    has failed: the leader then learns of that where it needs that rank.
-
-    Attributes:
-        first: what is to be raised once the worker has come to its end.
-    """
-
-    def __init__(self, worker: Worker, ranks: Ranks) -> None:
-        self.first: BaseException | None = None
-        self._worker, self._ranks = worker, ranks
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return  # whoever starts us has an arrangement of its own
-        handler = signal.SIG_IGN if self._ranks.rank else self._signalled
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, handler)
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        terminated = number == signal.SIGTERM and self._ranks.size == 1
-        raised = SystemExit(128 + number) if terminated else KeyboardInterrupt()
-        if self._worker.waiting or self._worker.interrupted:
-            raise raised
-        self.first = raised
-        self._worker.interrupt(_reason(raised))
-
-
-def _reason(signalled: BaseException) -> str:
-    return INTERRUPTED if isinstance(signalled, KeyboardInterrupt) else TERMINATED
 
 
 def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[NodeMetrics | None, Listener]:

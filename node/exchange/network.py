@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
@@ -16,6 +17,7 @@ from protos.allocator import keep_freed_memory
 T = TypeVar("T")
 
 _START_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 1.0  # a signal that comes just before a wait is only seen after it
 _STOP_SECONDS: Final = 5.0
 
 
@@ -89,8 +91,13 @@ class NetworkThread:
             Exception: whatever ``work`` raises.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        deadline = time.monotonic() + seconds
         try:
-            return future.result(seconds)
+            while (left := deadline - time.monotonic()) > _LOOK_SECONDS:
+                concurrent.futures.wait([future], _LOOK_SECONDS)
+                if future.done():
+                    break
+            return future.result(max(0.0, left))
         except concurrent.futures.TimeoutError:
             if future.done() and not future.cancelled():
                 raise  # raised by the work itself

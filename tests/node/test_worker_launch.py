@@ -18,6 +18,7 @@ from node.checkpoint import CheckpointError, find
 from node.events import (
     Abstained,
     Event,
+    Joined,
     Notice,
     Replayed,
     Resumed,
@@ -28,8 +29,9 @@ from node.events import (
     StateSent,
     Stopped,
 )
-from node.exchange.base import ExchangeError
+from node.exchange.base import ExchangeError, Order
 from node.exchange.connections import Connections
+from node.exchange.hub import HubExchange
 from node.launch import LaunchError, Options, choose_device, join, train
 from node.metrics import NodeMetrics
 from node.ranks import Alone
@@ -122,8 +124,20 @@ def test_second_signal_ends_it_at_once_and_saves_nothing(
 @SIGNALS
 @pytest.mark.parametrize("at", ["order", "commit"])
 def test_signal_in_a_wait_for_the_coordinator_hands_the_lease_back_and_saves(
-    number: int, raised: type[BaseException], reason: str, at: str, hub: FakeHub, tmp_path: Path
+    number: int,
+    raised: type[BaseException],
+    reason: str,
+    at: str,
+    hub: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    waiting, next_order = threading.Event(), HubExchange.next_order
+
+    def wait(exchange: HubExchange) -> Order:
+        waiting.set()
+        return next_order(exchange)
+
     async def hold(stream: ExchangeStream) -> None:
         await stream.upload()
         os.kill(os.getpid(), number)
@@ -133,7 +147,7 @@ def test_signal_in_a_wait_for_the_coordinator_hands_the_lease_back_and_saves(
     def act() -> None:
         hub.sessions.get(timeout=DEADLINE)
         if at == "order":
-            hub.messages.get(timeout=DEADLINE)  # a heartbeat: the session stands
+            waiting.wait(DEADLINE)
             os.kill(os.getpid(), number)
         else:
             hub.open_round(0, lease_count=2)
@@ -142,6 +156,7 @@ def test_signal_in_a_wait_for_the_coordinator_hands_the_lease_back_and_saves(
     hub.run.run_file, hub.run.run_digest = run.to_toml(), run.digest
     hub.run.table_digest = tables_of(run)
     hub.exchange, hub.heartbeat_seconds = hold, 0.1
+    monkeypatch.setattr(HubExchange, "next_order", wait)
     thread = threading.Thread(target=act)
     thread.start()
     with pytest.raises(raised):
@@ -150,6 +165,23 @@ def test_signal_in_a_wait_for_the_coordinator_hands_the_lease_back_and_saves(
     assert next_message(hub, "leave").leave.reason == reason
     assert find(tmp_path).name == "round-00000000"
     assert not [thread for thread in threading.enumerate() if thread.name == "atoll-network"]
+
+
+@SIGNALS
+def test_signal_before_the_first_wait_takes_leave_with_its_reason(
+    number: int, raised: type[BaseException], reason: str, hub: FakeHub
+) -> None:
+    run = small_run(3)
+    hub.run.run_file, hub.run.run_digest = run.to_toml(), run.digest
+    hub.run.table_digest = tables_of(run)
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Joined):
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(raised):
+        join(hub.invite, Options(device="cpu"), listen)
+    assert next_message(hub, "leave").leave.reason == reason
 
 
 def test_ctrl_c_while_waiting_for_a_coordinator_leaves_no_thread() -> None:
