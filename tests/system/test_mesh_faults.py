@@ -169,6 +169,10 @@ def test_two_nodes_without_a_route_meet_at_the_coordinator(tmp_path: Path) -> No
         namespaces.part(spaces[0], namespaces.address(1))
         namespaces.part(spaces[1], namespaces.address(0))
         mesh.go_on(2 * MORE)
-        said = "".join((mesh.folder / f"{name}.log").read_text() for name in "ab")
-        assert "is reached through the coordinator now" in said
+
+        def told() -> bool:
+            said = "".join((mesh.folder / f"{name}.log").read_text() for name in "ab")
+            return "is reached through the coordinator now" in said
+
+        mesh.until(told, "a node to say how it reaches the other")
         mesh.close()

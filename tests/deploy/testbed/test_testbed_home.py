@@ -70,6 +70,8 @@ def test_what_a_killed_bed_has_left_is_taken_away(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
+        environ = Path(f"/proc/{left.pid}/environ")  # empty for a moment after the start of the program
+        until(lambda: MARK.encode() in environ.read_bytes(), "the environment of the process")
         assert list(home.clean()) == [], "it lives"
         process.kill()
         process.communicate()
