@@ -5,6 +5,7 @@
 #           until `make clean`
 # PIP_ARGS  more arguments for pip                          make setup PIP_ARGS="--find-links wheels"
 # ARGS      more arguments for the command of a target      make test ARGS="-k digest"  make demo ARGS=--help
+# BENCHES   some benches instead of all                      make bench BENCHES="votes wire"
 # JOBS      processes that the tests run in                 make test JOBS=4
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ REMEMBERED := $(shell cat $(VENV)/torch 2>/dev/null)
 CHOSEN := $(or $(TORCH),$(REMEMBERED),$(PINNED))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-docker lint format bench proto clean force
+.PHONY: help setup demo test test-docker fuzz lint format docs bench proto clean force
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -51,14 +52,20 @@ demo: setup ## three nodes train on real text through a coordinator on this mach
 # Tests use the optional packages; a user's `make demo` does without their 400 MB.
 $(VENV)/extras: $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
-	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dashboard,dev,fast,hf,island,swarm]'
+	  -c $(VENV)/constraints.txt "$(CHOSEN)" -e '.[dashboard,dev,docs,fast,hf,island,swarm]'
 	@touch $@
 
 test: lint $(VENV)/extras ## check style and types, then run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-docker: setup ## build the image, bring the multi-site bed up, break it, take it down
 	$(BIN)/python -m pytest -m docker tests/system/test_docker.py $(ARGS)
+
+# atheris has no wheel for every Python; without it the inputs are damaged at random alone.
+fuzz: setup ## a million damaged inputs for all that reads bytes of a peer, then some by coverage (atheris)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench fuzz --findings build/findings --check $(ARGS)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) atheris || exit 0; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m bench fuzz --guided --inputs 200000 --check
 
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .
@@ -69,10 +76,22 @@ format: setup ## put the code into the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## run every bench and write its figures to docs/results
-	@mkdir -p docs/results
-	@set -e; for name in $$($(BIN)/python -m bench | cut -d ' ' -f 1); do \
-	  $(BIN)/python -m bench $$name --json docs/results/$$name.json $(ARGS); done
+docs: $(VENV)/extras ## write the references anew from the code, then build the site to build/site
+	@set -e; for page in cli_table:cli event_table:events exit_codes:errors metric_table:metrics runfile_table:run-file; do \
+	  $(BIN)/python -m deploy.$${page%:*} >$(VENV)/page; mv $(VENV)/page docs/$${page#*:}.md; done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Hours. A bench that fails does not stop the others; at the end it is listed, with how long each has taken.
+BENCHES = $$($(BIN)/python -m bench | cut -d ' ' -f 1)
+
+bench: setup ## run every bench and write its figures and pictures to docs/results
+	@mkdir -p docs/results build; : >build/benches
+	@for name in $(BENCHES); do begun=$$(date +%s); code=0; \
+	  $(BIN)/python -m bench $$name --json docs/results/$$name.json $(ARGS) || code=$$?; \
+	  [ $$code -eq 0 ] && state=done || state="FAILED with exit code $$code"; \
+	  printf '%-11s %6d s  %s\n' $$name $$(($$(date +%s) - begun)) "$$state" >>build/benches; \
+	  [ $$code -ne 130 ] || break; done; \
+	cat build/benches; ! grep -q FAILED build/benches
 
 proto: setup ## generate protos/atoll_pb2.py and its types from protos/atoll.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. \

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
         fully_shard,
         plan_island,
     )
-    from node.launch import Options, join, train
+    from node.launch import Options, train
     from node.model import build_model
+    from node.own_loop import join, local, tensors_of
     from optim.methods import MethodConfig, build_method
     from optim.process_group import MajorityAllReduce
     from optim.round_optimizer import RoundOptimizer
@@ -29,9 +30,11 @@ _HOMES = {
     "fully_shard": "node.island",
     "plan_island": "node.island",
     "Options": "node.launch",
-    "join": "node.launch",
     "train": "node.launch",
     "build_model": "node.model",
+    "join": "node.own_loop",
+    "local": "node.own_loop",
+    "tensors_of": "node.own_loop",
     "MethodConfig": "optim.methods",
     "build_method": "optim.methods",
     "MajorityAllReduce": "optim.process_group",
@@ -58,7 +61,9 @@ __all__ = [
     "build_model",
     "fully_shard",
     "join",
+    "local",
     "plan_island",
+    "tensors_of",
     "train",
 ]
 

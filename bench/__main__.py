@@ -26,6 +26,7 @@ BENCHES: dict[str, tuple[str, str]] = {
         "bench.exchange",
         "one vote by hub, direct and swarm, beside hivemind's averager and gloo's all-reduce, on thin links",
     ),
+    "tls": ("bench.tls", "CPU seconds of a vote by hub and direct, with TLS and without"),
     "bytes": ("bench.bytes", "bytes of every method for a step, counted between real nodes, and by formula"),
     "methods": ("bench.methods", "loss of every method against its bytes on the embedded text, paired seeds"),
     "lordo": ("bench.lordo", "what LoRDO's full-rank term, basis and rare exchanges are worth"),
@@ -52,6 +53,19 @@ BENCHES: dict[str, tuple[str, str]] = {
         "bench.simulation",
         "random schedules of faults against coordinator and nodes on a virtual clock: invariants that broke",
     ),
+    "load": (
+        "bench.load",
+        "two hundred nodes on one coordinator, alone and beside uploads of 64 MB: rounds, memory, silence",
+    ),
+    "fuzz": (
+        "bench.fuzz",
+        "a million damaged inputs for everything that reads bytes of a peer: what raises, hangs or grows",
+    ),
+    "demo": (
+        "bench.demo",
+        "how much of the CPU time of `atoll demo` is neither forward nor backward",
+    ),
+    "cli": ("bench.cli", "seconds and imports of `atoll --help`, `status` and `plan`"),
     "soak": (
         "bench.soak",
         "a long run in which three of ten contributions fail: memory and open files of its processes",
@@ -71,6 +85,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "churn": (
         "bench.churn",
         "minutes in which nodes and the coordinator die and come at random: rounds, loss, a picture",
+    ),
+    "byzantine": (
+        "bench.byzantine",
+        "eight nodes of which three are not honest: who is named, losses of votes and of robust means",
     ),
     "links": (
         "bench.links",

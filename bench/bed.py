@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -14,14 +13,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.faults import stopped
+from bench.ports import free_port
 from deploy.event_log import EventReader
 from deploy.processes import Child, Children
 from protos.runfile import RunFile
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DEADLINE: Final = 120.0  # seconds; only a hang reaches it
+DEADLINE: Final = 240.0  # seconds; only a hang reaches it
 TOKEN: Final = "bed-token"
-ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+ENVIRONMENT: Final = {  # of every process; its events go where the bed looks
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "NO_COLOR": "1",
+    "ATOLL_LOG_DIR": "off",
+}
 _POLL_SECONDS: Final = 0.02
 _never = threading.Event()
 
@@ -194,12 +199,6 @@ FIRST_PORT: Final = 4600  # in a namespace of its own all are free
 def merged(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Sections of a run file, those of ``values`` over those of ``base``."""
     return {title: {**base.get(title, {}), **values.get(title, {})} for title in {*base, *values}}
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager

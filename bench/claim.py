@@ -6,13 +6,14 @@ from node.exchange.session import Claim
 from protos.atoll_pb2 import GetRunReply
 
 
-def claim(told: GetRunReply, name: str, state_bytes: int = 1) -> Claim:
+def claim(told: GetRunReply, name: str, state_bytes: int) -> Claim:
     """Of a node for the run that the coordinator has described.
 
     Args:
         told: by the coordinator.
         name: for people.
-        state_bytes: of the shared state that it pretends to hold.
+        state_bytes: of the shared state that it pretends to hold. Next to a small one results soon weigh so
+            much that a node is told to give its state for a snapshot, which it cannot.
     """
     return Claim(
         name,

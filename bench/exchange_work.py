@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ import torch.distributed as dist
 from bench.island_ranks import Member
 from bench.island_work import bytes_sent
 from bench.namespaces import enter
+from deploy.processes import cpu_seconds
 from protos.buckets import Bucket, BucketTable, TableSchedule
 
 if TYPE_CHECKING:
+    from bench.bare_mesh import BareMesh
     from node.exchange.hub import HubExchange
 
 Carried = Literal["hub", "direct", "swarm"]
@@ -55,13 +56,6 @@ class Call:
     cpu: float = 0.0
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, of all its threads; Linux's alone can be asked for that of another."""
-    if pid == os.getpid():
-        return time.process_time()
-    return time.clock_gettime((~pid << 3) | 2) if sys.platform.startswith("linux") else 0.0
-
-
 def daemons() -> list[int]:
     """The processes that this one has started."""
     found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
@@ -74,13 +68,22 @@ def tables(elements: int) -> TableSchedule:
 
 
 def coordinate(
-    transport: Carried, nodes: int, elements: int, host: str, namespace: str, ready: Channel
+    transport: Carried,
+    nodes: int,
+    elements: int,
+    host: str,
+    namespace: str,
+    ready: Channel,
+    *,
+    secure: bool = False,
 ) -> None:
-    """A coordinator of a run without end; puts its invite and its process id into ``ready``."""
+    """A coordinator of a run without end; puts its invite and its process id into ``ready``. With ``secure``
+    connections have TLS, those between nodes too."""
     if namespace:
         enter(namespace)
-    from coordinator.service import run_coordinator
+    from coordinator.service import Started, run_coordinator
     from protos.address import Address
+    from protos.certificate import made
     from protos.invite import Invite
     from protos.runfile import RunFile
 
@@ -97,12 +100,19 @@ adaptive = false
 [exchange]
 transport = "{transport}"
 """
+    credential = made() if secure else None
+
+    def listening(at: Started) -> None:
+        pin = "" if credential is None else credential.pin
+        ready.put((str(Invite(TOKEN, at.address.host, at.address.port, pin)), os.getpid()))
+
     run_coordinator(
         RunFile.parse(run_file),
         tables(elements),
         TOKEN,
         listen=Address(host, 0),
-        on_started=lambda at: ready.put((str(Invite(TOKEN, at.address.host, at.address.port)), os.getpid())),
+        on_started=listening,
+        credential=credential,
     )
 
 
@@ -111,6 +121,8 @@ class _Standing:
 
     def __init__(self) -> None:
         self.exchanges: dict[str, HubExchange] = {}
+        self.meshes: dict[str, BareMesh] = {}
+        self.generator = torch.Generator()
         self.payload = torch.empty(0)
         self.dense = torch.empty(0)
 
@@ -138,18 +150,18 @@ def join(
         hosts: of all ranks.
         folder: for what the exchange says.
     """
+    from bench.claim import claim
     from node.exchange.hub import HubExchange
     from node.exchange.peers.setting import PeerSetting
-    from node.exchange.session import Claim
     from node.exchange.swarm.setting import SwarmSetting
     from protos.address import Address
     from protos.invite import Invite
+    from protos.limits import state_limit
 
     host = hosts[member.rank]
     if not len(_standing.payload):
-        generator = torch.Generator().manual_seed(member.rank)
-        nbytes = tables(elements).of(0).nbytes
-        _standing.payload = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        _standing.generator.manual_seed(member.rank)
+        _standing.payload = torch.empty(tables(elements).of(0).nbytes, dtype=torch.uint8)
     peers = None
     if carried != "hub":
         swarm = SwarmSetting(listen=(host,), quic=False, reachability="public")
@@ -163,29 +175,22 @@ def join(
     exchange = HubExchange(Invite.parse(invite), say=say)
     _standing.exchanges[name] = exchange
     told = exchange.describe()
-    claim = Claim(
-        f"node {member.rank}",
-        told.run_digest,
-        told.table_digest,
-        "0" * 64,
-        "float32",
-        "0" * 32,
-        0,
-        1,
-        state_bytes=1 << 40,  # so large that the coordinator never wants a snapshot of it
-    )
-    exchange.join(claim, tables(elements), peers=peers)
+    # Of a state so large that the coordinator never wants a snapshot of it.
+    mine = claim(told, f"node {member.rank}", state_bytes=state_limit(elements))
+    exchange.join(mine, tables(elements), peers=peers)
     gc.collect()
     gc.freeze()  # what torch has imported: to look through it takes Python 0.2 s, in the midst of a round
 
 
 def vote(member: Member, name: str) -> Call:
-    """One round of a run that this rank has joined: contribution in memory to result in memory."""
+    """One round of a run that this rank has joined: contribution in memory to result in memory. Each round
+    has other votes: whoever casts those of former rounds is under suspicion."""
     from node.exchange.base import RoundOrder, WorkReport
 
     exchange = _standing.exchanges[name]
     order = exchange.next_order()
     assert isinstance(order, RoundOrder), order
+    _standing.payload.random_(0, 256, generator=_standing.generator)
     member.barrier()
     counts, sent = exchange.meter.counts(), bytes_sent(member.interface)
     processes = [os.getpid(), *(daemons() if name == "swarm" else [])]
@@ -203,6 +208,46 @@ def vote(member: Member, name: str) -> Call:
     return Call(start, end, bytes_sent(member.interface) - sent, data["up"], data["down"], control, cpu)
 
 
+def join_bare(member: Member, name: str, carried: Carried, elements: int, hosts: Sequence[str]) -> str:
+    """Become a node of a mesh of bare streams, see :mod:`bench.bare_mesh`; where the others reach it."""
+    from bench.bare_mesh import BareMesh, GrpcCarrier, SwarmCarrier
+    from node.exchange.network import process_network
+
+    slice_bytes = tables(elements).of(0).nbytes // member.ranks
+
+    async def started() -> str:
+        host = hosts[member.rank]
+        carrier = SwarmCarrier(host) if carried == "swarm" else GrpcCarrier(host)
+        mesh = _standing.meshes[name] = BareMesh(carrier, member.ranks, slice_bytes)
+        return await mesh.start()
+
+    return process_network().open().call(started(), WAIT, "the start of a bare mesh")
+
+
+def meet_bare(member: Member, name: str, addresses: Sequence[str]) -> None:
+    """Connect to the others, whose addresses :func:`join_bare` has returned on each rank."""
+    from node.exchange.network import process_network
+
+    others = [address for rank, address in enumerate(addresses) if rank != member.rank]
+    process_network().call(_standing.meshes[name].meet(others), WAIT, "the connections of a bare mesh")
+
+
+def swap_bare(member: Member, name: str) -> Call:
+    """The bytes of one vote over the bare streams."""
+    from node.exchange.network import process_network
+
+    mesh, network = _standing.meshes[name], process_network()
+    processes = [os.getpid(), *daemons()]
+    member.barrier()
+    sent, cpu = bytes_sent(member.interface), sum(map(cpu_seconds, processes))
+    start = time.monotonic()
+    network.call(mesh.swap(), WAIT, "a bare mesh")
+    end = time.monotonic()
+    member.barrier()
+    cpu = sum(map(cpu_seconds, processes)) - cpu
+    return Call(start, end, bytes_sent(member.interface) - sent, cpu=cpu)
+
+
 def all_reduce(member: Member, elements: int) -> Call:
     """gloo's sum of as many fp32 values."""
     if len(_standing.dense) != elements:
@@ -217,6 +262,12 @@ def all_reduce(member: Member, elements: int) -> Call:
 
 def leave(member: Member) -> None:
     """End every exchange of this rank."""
+    from node.exchange.network import process_network
+
+    for mesh in _standing.meshes.values():
+        process_network().call(mesh.close(), WAIT, "the end of a bare mesh")
+        process_network().close()
+    _standing.meshes.clear()
     for exchange in _standing.exchanges.values():
         exchange.close("measured")
     _standing.exchanges.clear()

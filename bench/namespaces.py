@@ -38,10 +38,11 @@ class NamespacesUnavailable(RuntimeError):
 
 
 @contextlib.contextmanager
-def linked(ranks: int, bits_per_second: int | Sequence[int]) -> Iterator[list[str]]:
+def linked(ranks: int, bits_per_second: int | Sequence[int], congestion: str = "") -> Iterator[list[str]]:
     """Namespaces joined by a switch, each behind a link of that rate, or of its own, in both directions.
 
-    The rank ``i`` has the address :func:`address` of ``i``.
+    The rank ``i`` has the address :func:`address` of ``i``. ``congestion`` names TCP's congestion control
+    between them; empty: the machine's.
 
     Yields:
         For each rank a path for :func:`enter`, valid within the context.
@@ -62,7 +63,7 @@ def linked(ranks: int, bits_per_second: int | Sequence[int]) -> Iterator[list[st
                 for name in (*names, hub):
                     _command("ip", "netns", "add", name)
                     held.append(os.open(NAMES / name, os.O_RDONLY | os.O_CLOEXEC))
-                _build(hub, names, [token_bucket(rate) for rate in rates])
+                _build(hub, names, [token_bucket(rate) for rate in rates], congestion)
             finally:
                 for name in (*names, hub):
                     if (NAMES / name).exists():
@@ -103,7 +104,7 @@ def _within(path: str, *words: str) -> None:
         raise NamespacesUnavailable(str(error)) from error
 
 
-def _build(hub: str, names: list[str], shapes: list[tuple[str, ...]]) -> None:
+def _build(hub: str, names: list[str], shapes: list[tuple[str, ...]], congestion: str) -> None:
     _command("ip", "-n", hub, "link", "add", "name", "switch", "type", "bridge")
     _command("ip", "-n", hub, "link", "set", "dev", "switch", "up")
     for rank, (name, shape) in enumerate(zip(names, shapes, strict=True)):
@@ -114,6 +115,9 @@ def _build(hub: str, names: list[str], shapes: list[tuple[str, ...]]) -> None:
         _command("ip", "-n", name, "address", "add", f"{address(rank)}/24", "dev", INTERFACE)
         for interface in ("lo", INTERFACE):
             _command("ip", "-n", name, "link", "set", "dev", interface, "up")
+        if congestion:  # as a route's: a namespace may not choose any for all its sockets
+            way = [f"{SUBNET}.0/24", "dev", INTERFACE]
+            _command("ip", "-n", name, "route", "change", *way, "congctl", congestion)
         _command("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)
         _command("tc", "-n", hub, "qdisc", "add", "dev", port, "root", *shape)
 

@@ -7,7 +7,6 @@ join it as ``atoll join`` does.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 from bench.island_ranks import Member, Ranks
 from bench.namespaces import address, linked
+from bench.ports import free_port
 from node.events import RoundDone
 from protos.runfile import RunFile
 
@@ -93,8 +93,7 @@ class Fleet:
         self._runs += 1
         if self.shaped:
             return address(NODES), FIRST_PORT + self._runs
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return "127.0.0.1", int(server.getsockname()[1])
+        return "127.0.0.1", free_port()
 
     def close(self) -> None:
         """End the processes."""

@@ -180,6 +180,6 @@ def _passes(worker: Worker, seen: Collectives) -> int:
     for _ in range(2):
         seen.clear()
         with seen:
-            model.loss(tokens).backward()  # type: ignore[no-untyped-call]
+            model.loss(tokens).backward()
         optimizer.zero_grad(set_to_none=True)
     return seen.data

@@ -135,7 +135,7 @@ def _node(
     exchange = HubExchange(Invite.parse(invite))
     rows: list[Row] = []
     try:
-        exchange.join(claim(exchange.describe(), f"node {index}"), _tables())
+        exchange.join(claim(exchange.describe(), f"node {index}", 4 * PARAMETERS), _tables())
         for repetition in range(WARM_ROUNDS + repeats):
             order = exchange.next_order()
             assert isinstance(order, RoundOrder)

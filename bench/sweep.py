@@ -30,7 +30,7 @@ from deploy.testbed.probing import Probes, probe_links
 from deploy.testbed.results import EXCHANGE, utilisation
 from deploy.testbed.setting import Options, layout_of, run_file
 from deploy.testbed.verdict import REACH
-from node.model import model_on_meta
+from node.shapes import roles_of
 from protos.runfile import RunFile
 from protos.units import format_rate
 
@@ -106,7 +106,7 @@ def options_of(method: str, quick: bool, out: Path) -> Options:
 def costs_for(options: Options) -> tuple[RunFile, Costs]:
     """The run file and what its rounds cost."""
     run = RunFile.parse(run_file(Options(**{**vars(options), "rounds": 1000})))
-    return run, costs_of(run.method, model_on_meta(run.model))
+    return run, costs_of(run.method, roles_of(run.model))
 
 
 def situation(rate: str, step_seconds: float) -> Situation:

@@ -138,7 +138,7 @@ def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier
             payload[start : start + bucket.elements // 8].random_(0, 256, generator=generator)
     exchange = HubExchange(Invite.parse(invite))
     try:
-        exchange.join(claim(exchange.describe(), f"node {index}"), tables)
+        exchange.join(claim(exchange.describe(), f"node {index}", 4 * parameters), tables)
         for number in range(WARM_ROUNDS + rounds):
             order = exchange.next_order()
             assert isinstance(order, RoundOrder) and order.round == number

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Final
 
 from coordinator.contribution import Contribution, check_header
-from coordinator.lane_layout import LaneLayout
 from coordinator.open_round import Made, Opening, OpenRound
 from coordinator.reducing import Reducing
 from coordinator.rounds import State
 from optim.aggregate import Aggregation
 from optim.reduction import INLINE_BYTES, Reduction
 from protos.atoll_pb2 import ContributionHeader
+from protos.lane_layout import LaneLayout
 from protos.refusal import DUPLICATE, WRONG_ROUND, Refused
 from protos.wire import CHUNK_BYTES
 
@@ -81,6 +81,7 @@ class ActiveRound(OpenRound):
         this round."""
         member = self.members[node]
         if member.pending and (contribution is None or contribution in member.lanes):
+            member.refused = True
             self._exclude(member, State.FAILED)
 
     def lost(self, node: str, contribution: Contribution) -> None:

@@ -14,6 +14,7 @@ from coordinator.nodes import Node, lasting
 from protos.address import peer
 from protos.atoll_pb2 import CoordinatorMessage, Paused
 from protos.digests import sha256_text
+from protos.identity import fingerprint
 
 if TYPE_CHECKING:
     from coordinator.run import Run
@@ -38,22 +39,30 @@ def host_of(address: str) -> str:
 
 
 def barred(
-    expelled: Sequence[ExpelledNode], secret: str, name: str, address: str, *, known: bool = False
+    expelled: Sequence[ExpelledNode],
+    secret: str,
+    name: str,
+    address: str,
+    *,
+    known: bool = False,
+    key: bytes = b"",
 ) -> str:
     """Why a node may not join any more; empty if it may.
 
-    Who was expelled is known by the secret of a former session or, started afresh, by its name and host
-    together; another node that is ``known`` by its own secret may share these.
+    Who was expelled is known by its key, by the secret of a former session or, started afresh, by its name
+    and host together; another node that is ``known`` by its own secret may share these.
     """
     mark = sha256_text(lasting(secret)) if secret else ""
     for one in expelled:
-        if one.secret == mark or (not known and (one.name, one.host) == (name, host_of(address))):
+        same = one.secret == mark or (one.key and one.key == fingerprint(key))
+        if same or (not known and (one.name, one.host) == (name, host_of(address))):
             return f"{one.node} ({one.name}) was expelled from this run: {one.reason}"
     return ""
 
 
 class Administration:
-    """The orders that an administrator has given; the journal keeps them.
+    """The orders that an administrator has given; the journal keeps them. ``by`` is the name of the token
+    that let somebody give one, for the log of events.
 
     Args:
         run: that they are given to.
@@ -71,7 +80,7 @@ class Administration:
         """Why no round is opened; empty: the run is not paused."""
         return self.record.paused
 
-    def pause(self, reason: str = "") -> Answer:
+    def pause(self, reason: str = "", *, by: str = "") -> Answer:
         """Open no more rounds once the one in flight is committed; the nodes wait."""
         run = self._run
         if run.phase in ENDED:
@@ -81,7 +90,7 @@ class Administration:
         reason = _words(reason) or "by the administrator"
         self._keep(replace(self.record, paused=reason))
         log.warning("the run is paused after %d rounds: %s", run.round, reason)
-        run.tell(RunPaused(run.round, reason))
+        run.tell(RunPaused(run.round, reason, by))
         for node in run.registry.in_session():
             self.arrived(node)
         if run.active is not None:
@@ -90,21 +99,21 @@ class Administration:
             run.between_rounds()
         return Answer(True, "the run is paused")
 
-    def resume(self) -> Answer:
+    def resume(self, *, by: str = "") -> Answer:
         """Open rounds again."""
         run = self._run
         if not self.paused:
             return Answer(False, "the run is not paused")
         self._keep(replace(self.record, paused=""))
         log.warning("the run goes on after %d rounds", run.round)
-        run.tell(RunUnpaused(run.round))
+        run.tell(RunUnpaused(run.round, by))
         for node in run.registry.in_session():
             run.send(node, CoordinatorMessage(paused=Paused()))
         if run.phase == "paused":
             run.between_rounds()
         return Answer(True, "the run goes on")
 
-    def expel(self, name: str, reason: str = "") -> Answer:
+    def expel(self, name: str, reason: str = "", *, by: str = "") -> Answer:
         """Have a node leave; it is refused until the run ends."""
         run = self._run
         node = run.registry.get(name)
@@ -114,11 +123,12 @@ class Administration:
             return Answer(False, f"there is no node {name[:64]!r} in this run now")
         reason = _words(reason) or "by the administrator"
         secret = sha256_text(lasting(node.secret))
-        mark = ExpelledNode(node.node, node.name, host_of(node.address), secret, reason)
+        key = fingerprint(node.key)
+        mark = ExpelledNode(node.node, node.name, host_of(node.address), secret, reason, key)
         others = (*self.record.expelled, mark)[-MAX_EXPELLED:]
         self._keep(replace(self.record, expelled=others))
         log.warning("%s (%s) is expelled: %s", node.node, node.name, reason)
-        run.tell(NodeExpelled(node.node, node.name, reason))
+        run.tell(NodeExpelled(node.node, node.name, reason, by))
         run.dismiss(node, f"expelled from this run: {reason}")
         run.newcomer_moved()
         return Answer(True, f"{node.node} ({node.name}) is expelled")

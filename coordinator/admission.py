@@ -33,23 +33,35 @@ class RunFacts:
     rounds: int
     start: Start
     state_bytes: int = 0
+    state_limit: int = MAX_STATE_BYTES
     committed: int | None = None
+    max_weight: int = MAX_WEIGHT
+
+
+def other_version(protocol: int) -> str:
+    """Why a node that speaks ``protocol`` cannot take part, and who has to upgrade; empty if it can."""
+    if protocol == PROTOCOL:
+        return ""
+    said = f"this node speaks protocol {protocol}, the coordinator protocol {PROTOCOL}"
+    if protocol < PROTOCOL:
+        return f"{said}: the node's version of atoll is too old: install the coordinator's there"
+    return f"{said}: the coordinator's version of atoll is too old: install the node's there"
 
 
 def refusal(request: JoinRequest, facts: RunFacts) -> str | None:
     """Why ``request`` cannot be admitted, with both values and what to do; ``None`` if it can."""
-    if request.protocol != PROTOCOL:
-        return (
-            f"this node speaks protocol {request.protocol}, the coordinator protocol {PROTOCOL}: "
-            "install the same version of atoll on both sides"
-        )
+    if problem := other_version(request.protocol):
+        return problem
     for field in ("run_digest", "table_digest", "data_digest", "dtype", "state_digest"):
         if len(getattr(request, field)) > MAX_DIGEST:
             return f"{field} has more than {MAX_DIGEST} characters"
     if len(request.name) > MAX_NAME or not request.name.isprintable():
         return f"a node's name has at most {MAX_NAME} characters, all printable: choose another with --name"
-    if not 1 <= request.weight <= MAX_WEIGHT:
-        return f"the weight of a node is 1 to {MAX_WEIGHT}, not {request.weight}"
+    if not 1 <= request.weight <= facts.max_weight:
+        return (
+            f"the weight of a node of this run is 1 to {facts.max_weight}, not {request.weight}: join with "
+            "less, or have the run file's [byzantine] max_weight raised"
+        )
     if request.ranks > MAX_RANKS:
         return f"a node has at most {MAX_RANKS} ranks, not {request.ranks}: split it into several nodes"
     if request.batch > MAX_BATCH:
@@ -84,8 +96,8 @@ def refusal(request: JoinRequest, facts: RunFacts) -> str | None:
         return "a node must state the digest of its data"
     if not request.state_digest:
         return "a node must state the digest of the state it starts from"
-    if not 1 <= request.state_bytes <= MAX_STATE_BYTES:
-        return f"the shared state has 1 to {MAX_STATE_BYTES} bytes, not {request.state_bytes}"
+    if not 1 <= request.state_bytes <= facts.state_limit:
+        return f"the shared state of this run has 1 to {facts.state_limit} bytes, not {request.state_bytes}"
     if facts.state_bytes and request.state_bytes != facts.state_bytes:
         return (
             f"the shared state of this node has {request.state_bytes} bytes, this run's "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from coordinator.lane_layout import LaneLayout
 from optim.aggregate import Bytes
 from optim.inspection import Inspection
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
+from protos.lane_layout import LaneLayout
 from protos.refusal import BAD_FRAME, BAD_WEIGHT, OVERSIZED, TRUNCATED, WRONG_TABLE, Refused
 from protos.upload import Upload
 from protos.wire import Frame

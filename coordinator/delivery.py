@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import xxhash
 
-from coordinator.lane_layout import LaneLayout
 from coordinator.result import Result
 from protos.frame_log import FrameReader
+from protos.lane_layout import LaneLayout
 from protos.wire import CHUNK, RESTART, decode_frame, encode_frame
 
 

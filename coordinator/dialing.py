@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,13 +14,16 @@ from google.protobuf.message import DecodeError
 
 from protos.address import Address, AddressError
 from protos.atoll_pb2 import PeerHello
+from protos.certificate import CertificateError
 from protos.connecting import failed_connection
 from protos.grpc_options import DIAL_OPTIONS
+from protos.tls import PLAINTEXT, channel_to
 from protos.wire import PEER_SERVICE, PROTOCOL
 
 DIAL_SECONDS: Final = 5.0
 MAX_SEEN: Final = 64  # characters of an address
 _NONCE_BYTES: Final = 16
+_LIBP2P: Final = b"\x13/multistream/1.0.0\n"  # with which both sides of a connection of libp2p begin
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,18 @@ class Met:
     seen: str = ""
 
 
-async def reach(address: str, run_digest: str, seconds: float = DIAL_SECONDS) -> str:
+async def reach(
+    address: str, run_digest: str, seconds: float = DIAL_SECONDS, *, certificate: bytes = b""
+) -> str:
     """Ask whoever listens at ``address`` (HOST:PORT) to prove that it is a node of the run; an empty string,
-    or in words why it is not within ``seconds``."""
-    return (await meet(address, run_digest, seconds)).why_not
+    or in words why it is not within ``seconds``. With a ``certificate`` (DER) it has to be the one that has
+    its key; without one there is no TLS."""
+    return (await meet(address, run_digest, seconds, certificate=certificate)).why_not
 
 
-async def meet(address: str, run_digest: str, seconds: float = DIAL_SECONDS) -> Met:
+async def meet(
+    address: str, run_digest: str, seconds: float = DIAL_SECONDS, *, certificate: bytes = b""
+) -> Met:
     """As :func:`reach`, and what it says of the call."""
     try:
         where = Address.parse(address)
@@ -44,9 +54,13 @@ async def meet(address: str, run_digest: str, seconds: float = DIAL_SECONDS) -> 
         return Met(str(error))
     if where.is_unspecified or not where.port:
         return Met(f"{where} is an address to listen on, not one to call")
+    try:
+        way = channel_to(certificate) if certificate else PLAINTEXT
+    except CertificateError as error:
+        return Met(str(error))
     nonce = secrets.token_bytes(_NONCE_BYTES)
     hello = PeerHello(protocol=PROTOCOL, token=nonce).SerializeToString()
-    async with grpc.aio.insecure_channel(str(where), options=DIAL_OPTIONS) as channel:
+    async with way.open_aio(str(where), DIAL_OPTIONS) as channel:
         try:
             call = channel.unary_unary(
                 f"/{PEER_SERVICE}/Reach", request_serializer=bytes, response_deserializer=bytes
@@ -55,6 +69,45 @@ async def meet(address: str, run_digest: str, seconds: float = DIAL_SECONDS) -> 
         except grpc.aio.AioRpcError as error:
             return Met(_why_not(error, where, seconds))
     return _read(answer, nonce, run_digest, where)
+
+
+async def knock(places: Sequence[str], seconds: float = DIAL_SECONDS) -> str:
+    """Whether libp2p answers at one of ``places`` (HOST:PORT): an empty string, or in words why not within
+    ``seconds``. Who it is, its callers find out."""
+    calls = [asyncio.ensure_future(_knock(place, seconds)) for place in places]
+    try:
+        reasons = []
+        for call in asyncio.as_completed(calls):
+            if not (reason := await call):
+                return ""
+            reasons.append(reason)
+        return "; ".join(reasons) or "it names no address that can be tried with TCP"
+    finally:
+        for pending in calls:
+            pending.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _knock(place: str, seconds: float) -> str:
+    try:
+        where = Address.parse(place)
+        said = await asyncio.wait_for(_greeting(where), seconds)
+    except AddressError as error:
+        return str(error)
+    except asyncio.TimeoutError:
+        return f"no answer from {place} within {seconds:.3g} s: a firewall or a NAT may be dropping packets"
+    except (OSError, EOFError) as error:
+        return f"{place}: {error}"
+    return "" if said == _LIBP2P else f"what answers at {place} is not libp2p"
+
+
+async def _greeting(where: Address) -> bytes:
+    reader, writer = await asyncio.open_connection(where.host, where.port)
+    try:
+        writer.write(_LIBP2P)
+        return await reader.readexactly(len(_LIBP2P))
+    finally:
+        writer.transport.abort()
 
 
 def _why_not(error: grpc.aio.AioRpcError, where: Address, seconds: float) -> str:

@@ -92,12 +92,14 @@ class Ending:
             run.finished.set()
 
     def _owing(self) -> bool:
-        """Whether a member was cut off and may come back for what it lacks."""
+        """Whether a member, or one of the last round that is none any more, was cut off and may come back for
+        what it lacks."""
         run = self._run
+        members = {*run.registry.roster.members, *run.training.members}
         return (
             run.phase == "done"
             and self._last_chance is not None
-            and any(node.cut_off and node.node in run.registry.roster for node in run.registry.left)
+            and any(node.cut_off and node.node in members for node in run.registry.left)
         )
 
     def _all_out(self) -> None:

@@ -46,6 +46,8 @@ class NodeJoined:
     round: int  # whose state it holds
     weight: int = 1
     ranks: int = 1
+    token: str = ""  # by which it was let in, its name
+    key: str = ""  # its public key: 16 hex digits of the sha256
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class NodeRejoined:
     round: int
     weight: int = 1
     ranks: int = 1
+    token: str = ""  # by which it was let in, its name
+    key: str = ""  # its public key: 16 hex digits of the sha256
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,7 @@ class RunPaused:
 
     round: int  # the next to commit
     reason: str
+    by: str = ""  # whose order it was: the name of the administrator's token
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,7 @@ class RunUnpaused:
     """Rounds are opened again."""
 
     round: int
+    by: str = ""  # as above
 
 
 @dataclass(frozen=True)
@@ -211,6 +217,71 @@ class NodeExpelled:
 
     node: str
     name: str
+    reason: str
+    by: str = ""  # as above; empty: by the coordinator itself
+
+
+@dataclass(frozen=True)
+class TokenAdded:
+    """The book of tokens has a new one."""
+
+    token: str  # its name
+    role: str  # "node", "observer" or "admin"
+    expires: float | None = None  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class TokenEnded:
+    """A token is valid no more; the sessions of nodes that came with it end."""
+
+    token: str
+    role: str
+    reason: str  # "revoked", "expired" or "replaced"
+
+
+@dataclass(frozen=True)
+class TokenUsed:
+    """The first call with a token from a host since the coordinator began."""
+
+    token: str
+    role: str
+    host: str
+
+
+@dataclass(frozen=True)
+class AccessRefused:
+    """A call was not let in; of one kind from one host, at most one such event a minute."""
+
+    kind: str  # as in the counters of refusals
+    token: str  # the name of the token it came with; empty: none of this run
+    host: str
+    key: str  # of the node, 16 hex digits of the sha256; empty: none was looked at
+    reason: str
+    times: int = 1  # since the last such event
+
+
+@dataclass(frozen=True)
+class NodeSuspected:
+    """What is done about a node that is under suspicion has changed; docs/security.md says what for."""
+
+    node: str
+    name: str
+    round: int  # after which
+    action: str  # "none", "warn", "downweight" or "expel"
+    cause: str  # "disagrees", "constant", "copies", "replays", "invalid", "abstains" or "lies"
+    score: float  # of its suspicion
+    reason: str
+
+
+@dataclass(frozen=True)
+class SliceDisputed:
+    """Drawn lines of a slice are not what the contributions give; docs/security.md says what follows."""
+
+    node: str  # that reduced it
+    name: str
+    round: int
+    outcome: str  # "lied", "evaded" or "disputed"
+    against: tuple[str, ...]  # who contradict it
     reason: str
 
 
@@ -243,6 +314,12 @@ Event: TypeAlias = (
     | RunPaused
     | RunUnpaused
     | NodeExpelled
+    | NodeSuspected
+    | SliceDisputed
+    | TokenAdded
+    | TokenEnded
+    | TokenUsed
+    | AccessRefused
     | CoordinatorStopped
 )
 Listener = Callable[[Event], None]

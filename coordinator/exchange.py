@@ -9,10 +9,10 @@ from typing import Protocol
 from coordinator.active_round import ActiveRound
 from coordinator.contribution import Contribution, parse_header
 from coordinator.delivery import Delivery
-from coordinator.lane_layout import LaneLayout
 from coordinator.nodes import Node
 from coordinator.result import Result
 from protos.atoll_pb2 import ContributionHeader
+from protos.lane_layout import LaneLayout
 from protos.refusal import BAD_FRAME, BROKEN, OVERSIZED, TRUNCATED, Refused
 from protos.wire import END, HEADER, MAX_MESSAGE_BYTES, FrameError, decode_frame
 

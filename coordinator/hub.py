@@ -6,13 +6,13 @@ calls of this object and refusals into its own status codes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from coordinator.administration import barred
-from coordinator.admission import RunFacts, refusal
+from coordinator.admission import RunFacts, other_version, refusal
 from coordinator.ending import ENDED
 from coordinator.exchange import Exchange
 from coordinator.intake import Intake
@@ -24,7 +24,7 @@ from coordinator.replay import replay
 from coordinator.run import Run
 from coordinator.sliced_round import SlicedRound
 from coordinator.start import Claim, choose
-from coordinator.status import status_of
+from coordinator.status import parameters_of, status_of
 from coordinator.sweeping import sweep
 from coordinator.timer import Alarm
 from coordinator.tunnels import TunnelEnd, Tunnels
@@ -38,10 +38,14 @@ from protos.atoll_pb2 import (
     ResultsRequest,
     StatusReply,
 )
+from protos.limits import state_limit
 from protos.refusal import (
     BAD_MESSAGE,
     BAD_SESSION,
+    EXPELLED,
     JOIN,
+    KEY_IN_USE,
+    OLD_VERSION,
     SECOND_SESSION,
     Refused,
 )
@@ -79,8 +83,10 @@ class Hub:
             members=lambda: len(run.registry.roster.members),
             patience=run.plan.stall / 4,
         )
+        self._state_limit = run.plan.limits.state or state_limit(parameters_of(run.tables))
         self.tunnels = Tunnels()
         self.probing = Probing(run, self.pacer)
+        self.swarm_secret = ""  # that the nodes of the run share
         self._timer = run.timer
         self._sessions: dict[str, Node] = {}  # by secret
         self._sweep_due = 0.0
@@ -91,13 +97,8 @@ class Hub:
 
     def get_run(self, request: GetRunRequest) -> GetRunReply:
         """What a newcomer needs before it can build the model."""
-        if request.protocol != PROTOCOL:
-            text = (
-                f"this node speaks protocol {request.protocol}, the coordinator protocol {PROTOCOL}: "
-                "install the same version of atoll on both sides"
-            )
-            self.count(JOIN)
-            raise Refused(JOIN, text, "FAILED_PRECONDITION")
+        if version := other_version(request.protocol):
+            raise self._refused(OLD_VERSION, version)
         return GetRunReply(
             protocol=PROTOCOL,
             run_file=self.plan.run_file,
@@ -107,14 +108,17 @@ class Hub:
             round=self.run.round,
         )
 
-    def join(self, request: JoinRequest, address: str) -> JoinReply:
-        """Admit a node; ``address`` is where it called from, for people."""
+    def join(self, request: JoinRequest, address: str, token: str = "") -> JoinReply:
+        """Admit a node; ``address`` is where it called from, for people, ``token`` the sha256 (hex) of the
+        secret that it has shown. That the key is its own :mod:`coordinator.access` has checked."""
         run = self.run
+        if version := other_version(request.protocol):
+            raise self._refused(OLD_VERSION, version)
         if not run.registry.nodes and not run.begun:  # nobody is left who could disagree
             run.data_digest, run.state_bytes = self.plan.data_digest, 0
         if run.phase == "suspended":
             raise run.ending.refusal()
-        former = run.registry.former(request.former)
+        former = run.registry.former(request.former, request.key)
         known = former is not None
         # Who was a member, or may be one of a journal that has lost its tail, is let in whatever it holds.
         committed = self.plan.rounds if known or run.gathering.awaited else run.round
@@ -124,23 +128,26 @@ class Hub:
             dtype=self.plan.dtype,
             data_digest=run.data_digest,
             state_bytes=run.state_bytes,
+            state_limit=self._state_limit,
             rounds=self.plan.rounds,
             start=choose(node.claim for node in run.registry.nodes.values()),
             committed=committed if run.begun else None,
+            max_weight=self.plan.max_weight,
         )
         over = run.phase in ENDED and not (run.phase == "done" and known)
         problem = f"the run has ended: {run.reason}" if over else refusal(request, facts)
         expelled = run.administration.record.expelled
-        why = barred(expelled, request.former, request.name, address, known=known)
+        why = barred(expelled, request.former, request.name, address, known=known, key=request.key)
         problem = problem or why or None
         if problem is None and len(run.registry.nodes) >= MAX_NODES:
             problem = f"the run has {MAX_NODES} nodes already"
         if problem is not None:
-            self.count(JOIN)
-            raise Refused(JOIN, problem, "FAILED_PRECONDITION")
+            raise self._refused(EXPELLED if problem == why else JOIN, problem)
+        self._check_key(request, former)
         run.data_digest = run.data_digest or request.data_digest
         run.state_bytes = run.state_bytes or request.state_bytes
         node = self._admitted(request, address, former)
+        node.key, node.token = request.key, token
         run.registry.nodes[node.node] = node
         self._sessions[node.secret] = node
         if request.HasField("endpoint"):
@@ -153,6 +160,30 @@ class Hub:
             if run.begun
             else request.round < facts.start.round,
         )
+
+    def _check_key(self, request: JoinRequest, former: str | None) -> None:
+        """A key is in one session at a time; who can tell the secret of that session takes it over."""
+        for other in self.run.registry.with_key(request.key):
+            if other.node == former:
+                continue
+            if other.outbox is None:  # it has not taken up its session, or never will
+                self.close_session(other, "its key has joined again")
+                continue
+            raise self._refused(
+                KEY_IN_USE,
+                f"{other.node} ({other.name}) is in this run with this node's key: end that process, or give "
+                "this one a key of its own with --identity; if it was copied, have that node expelled",
+            )
+
+    def _refused(self, kind: str, text: str) -> Refused:
+        self.count(kind)
+        return Refused(kind, text, "FAILED_PRECONDITION")
+
+    def revoked(self, standing: Callable[[str], str]) -> None:
+        """End the sessions of nodes whose tokens are valid no more, as ``standing`` tells of each one."""
+        for node in list(self.run.registry.nodes.values()):
+            if node.token and (why := standing(node.token)):
+                self.close_session(node, why)
 
     def _admitted(self, request: JoinRequest, address: str, former: str | None) -> Node:
         """A node under a new name, or under its ``former`` one, as it can tell the secret of its last
@@ -191,9 +222,7 @@ class Hub:
             self.count(BAD_SESSION)
             why = f" ({node.reason})" if node is not None else ""
             raise Refused(
-                BAD_SESSION,
-                f"{SESSION_UNKNOWN}this session is unknown or has ended{why}",
-                "UNAUTHENTICATED",
+                BAD_SESSION, f"{SESSION_UNKNOWN}this session is unknown or has ended{why}", "UNAUTHENTICATED"
             )
         return node
 
@@ -238,12 +267,12 @@ class Hub:
         elif kind == "ready":
             if self.run.ready(node, message.ready):
                 self.count(BAD_MESSAGE)
-        elif kind in ("endpoint", "detour", "slice_news", "slice_trouble", "abstention", "holding"):
-            self._between_nodes(node, message, kind)
         elif kind == "leave":
             self.close_session(node, message.leave.reason[:256] or "it left", cleanly=True)
         elif kind is None:
             self.count(BAD_MESSAGE)
+        elif kind != "heartbeat":
+            self._between_nodes(node, message, kind)
 
     def _between_nodes(self, node: Node, message: NodeMessage, kind: str) -> None:
         """What concerns rounds whose slices travel between nodes."""
@@ -263,6 +292,8 @@ class Hub:
             active.abstain(node.node, message.abstention.reason)
         elif kind == "holding" and message.holding.round == active.round:
             active.holding(node.node, message.holding.digest)
+        elif kind == "shown":
+            active.shown(node.node, message.shown)
 
     def close_session(self, node: Node, reason: str, *, cleanly: bool = False) -> None:
         """The session is over, ``cleanly`` if the node said so; harmless when it already was."""

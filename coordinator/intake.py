@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from coordinator.active_round import ActiveRound
 from coordinator.ending import ENDED
-from coordinator.lane_layout import LaneLayout, layout_of
 from coordinator.run import Run
 from protos.atoll_pb2 import ContributionHeader
+from protos.lane_layout import LaneLayout, layout_of
 from protos.refusal import (
     DUPLICATE,
     FELL_BEHIND,

@@ -30,8 +30,8 @@ class JournalError(RuntimeError):
 class NodeRecord:
     """A member of the roster, as far as a restarted coordinator needs it.
 
-    ``secret`` is the sha256 (hex) of what the secrets of its sessions have in common: the journal lets nobody
-    in.
+    ``secret`` is the sha256 (hex) of what the secrets of its sessions have in common and of the node's public
+    key: the journal lets nobody in.
     """
 
     node: str
@@ -51,13 +51,14 @@ class RosterRecord:
 @dataclass(frozen=True)
 class ExpelledNode:
     """A node that may not come back. ``host`` is where it called from, ``secret`` as in a
-    :class:`NodeRecord`."""
+    :class:`NodeRecord`, ``key`` the fingerprint of its public key."""
 
     node: str
     name: str
     host: str
     secret: str
     reason: str
+    key: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,11 @@ journal.sqlite    rosters, rounds, leases, digests, see coordinator.journal_tabl
 results/          payloads of the results, see coordinator.segments
 reducer/          what the reducer carries on, see coordinator.memory_files
 snapshots/        states that newcomers load, not the journal's
-run.toml, token   the run file, and the secret of the invite (read by the owner alone)
-admin-token       the secret of the administrator (likewise)
+run.toml          the run file
+tokens.json       digests of the tokens of all invites, see coordinator.token_file
+where.json        how nodes reach the coordinator, for further invites
+swarm-secret      what the nodes of the run share in the swarm (read by the owner alone)
+certificate.pem   by which the coordinator proves who it is, and its key (likewise)
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ from coordinator.segments import (
     Segments,
     file_name,
     open_append,
-    sync,
     sync_folder,
 )
+from coordinator.token_file import FILE as TOKENS
+from coordinator.token_file import LOCK as TOKENS_LOCK
+from coordinator.whole_file import write_whole
 from protos.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -49,12 +54,16 @@ REDUCER: Final = "reducer"
 SNAPSHOTS: Final = "snapshots"
 LOCK: Final = "lock"
 RUN_FILE: Final = "run.toml"
-TOKEN: Final = "token"
-ADMIN_TOKEN: Final = "admin-token"
+CERTIFICATE: Final = "certificate.pem"
+SWARM_SECRET: Final = "swarm-secret"
 RECENT_DIGESTS: Final = 512
 KEEP_BYTES: Final = 10 * 10**9  # of results
-_SECRETS: Final = (TOKEN, ADMIN_TOKEN)
-_OURS: Final = (RESULTS, REDUCER, SNAPSHOTS, LOCK, *_SECRETS, *(f"{name}.partial" for name in _SECRETS))
+_SECRETS: Final = (SWARM_SECRET, TOKENS, CERTIFICATE)
+_OURS: Final = (
+    *(RESULTS, REDUCER, SNAPSHOTS, LOCK, TOKENS_LOCK),
+    *_SECRETS,
+    *(f"{name}.partial" for name in _SECRETS),
+)
 
 
 class JournalFolder:
@@ -137,33 +146,16 @@ class JournalFolder:
         """Where snapshots are kept."""
         return self.path / SNAPSHOTS
 
-    @property
-    def token(self) -> str | None:
-        """The secret of the invite that is kept here."""
+    def swarm_secret(self) -> str:
+        """What the nodes of the run share in the swarm; made the first time."""
+        path = self.path / SWARM_SECRET
         try:
-            return (self.path / TOKEN).read_text().strip() or None
-        except FileNotFoundError:
-            return None
-
-    def keep_token(self, token: str) -> None:
-        """Keep the secret of the invite, so that it is valid after a restart."""
-        if token != self.token:
-            _write_whole(self.path / TOKEN, f"{token}\n", 0o600)
-
-    @property
-    def admin_token_path(self) -> Path:
-        """The file of the administrator's secret."""
-        return self.path / ADMIN_TOKEN
-
-    def admin_token(self) -> str:
-        """The administrator's secret that is kept here; a new one the first time."""
-        try:
-            kept = self.admin_token_path.read_text().strip()
+            kept = path.read_text().strip()
         except FileNotFoundError:
             kept = ""
         if not kept:
             kept = secrets.token_urlsafe(24)
-            _write_whole(self.admin_token_path, f"{kept}\n", 0o600)
+            write_whole(path, f"{kept}\n", 0o600)
         return kept
 
     def mark_ended(self) -> None:
@@ -193,7 +185,7 @@ class JournalFolder:
         tables = self.tables
         if not tables.created:
             tables.create({"format": str(FORMAT), "run": run_digest, "tables": table_digest})
-            _write_whole(self.path / RUN_FILE, run_toml, 0o644)
+            write_whole(self.path / RUN_FILE, run_toml, 0o644)
             sync_folder(self.path)
             return
         meta = tables.meta()
@@ -339,15 +331,3 @@ def _refuse_strange(folder: Path) -> None:
         raise JournalError(
             f"{folder} is no journal, it holds {strange[0]!r}: name an empty or a new folder with --journal"
         )
-
-
-def _write_whole(path: Path, text: str, mode: int) -> None:
-    """Write a file that is there as a whole or not at all."""
-    scratch = path.with_name(f"{path.name}.partial")
-    scratch.unlink(missing_ok=True)
-    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        sync(file.fileno())
-    scratch.replace(path)
-    sync_folder(path.parent)

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from coordinator.contribution import Contribution
-from coordinator.lane_layout import LaneLayout
 from coordinator.leases import Lease
 from coordinator.ramp import FULL, Share
 from coordinator.rounds import State
 from optim.aggregate import Bytes
 from protos.buckets import BucketTable
+from protos.lane_layout import LaneLayout
 from protos.refusal import BAD_LANE, Refused
 
 
@@ -87,7 +87,8 @@ class Lanes:
 @dataclass
 class Member:
     """One seat of the round; its means weigh ``weight`` for each of its ``samples``, its votes ``share`` of
-    ``weight``. ``lease``: which samples those are; ``None``: it has not been given any."""
+    ``weight``, both divided by ``penalty``. ``lease``: which samples those are; ``None``: it has not been
+    given any. ``refused``: what it sent was no valid contribution."""
 
     node: str
     weight: int
@@ -96,9 +97,11 @@ class Member:
     samples: int = 1
     lease: Lease | None = None
     share: Share = FULL
+    penalty: int = 1
     live: bool = True
     lanes: Lanes = field(default_factory=Lanes)
     reason: str = ""
+    refused: bool = False
 
     @property
     def pending(self) -> bool:

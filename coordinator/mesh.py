@@ -12,14 +12,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from coordinator.estimates import evened
 from coordinator.events import TopologyMade
 from coordinator.nodes import Node
 from coordinator.publication import Publication
+from coordinator.reachability import SWARMING, Known, is_relayed, judge, swarm_places
 from coordinator.shares import Site
 from coordinator.topology import Assigned, moved, renewed
 from protos.address import peer
 from protos.atoll_pb2 import CoordinatorMessage, Endpoint, PeerNode
 from protos.buckets import BucketTable
+from protos.certificate import MAX_BYTES
 from protos.refusal import BAD_MESSAGE
 
 if TYPE_CHECKING:
@@ -33,7 +36,9 @@ MAX_ADDRESSES: Final = 16
 DETOUR_ROUNDS: Final = 64  # for which a node is believed that it cannot call another one
 SHUNNED_ROUNDS: Final = 8  # in which a node that failed as a reducer is none
 
-Dial = Callable[[str], Awaitable[str]]  # HOST:PORT; why nobody answers there, empty if somebody does
+# HOST:PORT and certificate; why nobody answers there, empty if somebody does
+Dial = Callable[[str, bytes], Awaitable[str]]
+Knock = Callable[[Sequence[str]], Awaitable[str]]  # likewise, addresses of the swarm
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Ways:
 
     Attributes:
         direct: HOST:PORT that has answered; empty: none.
+        swarm: whether one of its own addresses of the swarm has answered.
         why_not: why not, in words.
         dialing: the address that is being tried, and waited for: what did not answer before is not.
         shunned: the round up to which it does not reduce, as it has failed in one.
@@ -52,6 +58,7 @@ class Ways:
 
     endpoint: Endpoint
     direct: str = ""
+    swarm: bool = False
     why_not: str = ""
     dialing: str = ""
     shunned: int = -1
@@ -74,6 +81,7 @@ class Mesh:
 
     Attributes:
         dial: tries an address; ``None``: addresses are believed.
+        knock: tries those of the swarm; likewise.
         number: of the present topology. Nodes and reducers go by the order of the numbers, also when the
             coordinator is started again: the high bits are the second of that.
         reason: why slices travel between nodes, or why not, in words.
@@ -81,6 +89,7 @@ class Mesh:
 
     def __init__(self, run: Run, transport: str, secret: bytes) -> None:
         self.dial: Dial | None = None
+        self.knock: Knock | None = None
         self.number = int(run.wall()) << COUNT_BITS
         self.reason = "the run file says transport = 'hub'" if transport == "hub" else "nobody is here"
         self._run = run
@@ -97,9 +106,9 @@ class Mesh:
         return ", ".join(name for name, ways in self._ways.items() if ways.dialing and name in present)
 
     @property
-    def reached(self) -> list[str]:
-        """HOST:PORT of the nodes that have been reached there."""
-        return [ways.direct for ways in self._ways.values() if ways.direct]
+    def reached(self) -> list[tuple[str, bytes]]:
+        """HOST:PORT of the nodes that have been reached there, and their certificates."""
+        return [(ways.direct, ways.endpoint.certificate) for ways in self._ways.values() if ways.direct]
 
     def assigned(self, table: BucketTable) -> Sequence[Assigned]:
         """Who reduces what of a table by the present topology; nobody: the coordinator does it all."""
@@ -118,7 +127,7 @@ class Mesh:
             return "tunnel"
         if ways.direct:
             return "direct"
-        return "swarm" if ways.endpoint.swarm and self._transport in ("swarm", "auto") else "tunnel"
+        return "swarm" if ways.endpoint.swarm and self._transport in SWARMING else "tunnel"
 
     # --------------------------------------------------------------------------------------------- endpoints
 
@@ -131,6 +140,7 @@ class Mesh:
             not sound
             or len(endpoint.swarm_addresses) > MAX_ADDRESSES
             or not all(0 <= r < 1e15 for r in rates)
+            or len(endpoint.certificate) > MAX_BYTES
         ):
             self._run.count(BAD_MESSAGE)
             return
@@ -141,29 +151,41 @@ class Mesh:
             if _places(endpoint) == _places(before.endpoint):  # else others may call it otherwise now
                 ways.detours = before.detours
             before.give_up()
-        address = seen_at(endpoint.direct, node.address)
-        if not address or self._transport in ("hub", "swarm"):
-            return
-        if (before is not None and before.direct == address) or self.dial is None:
+        address = seen_at(endpoint.direct, node.address) if self._transport in ("auto", "direct") else ""
+        swarm = self._transport in SWARMING and bool(endpoint.swarm) and not is_relayed(endpoint)
+        if before is not None and _places(endpoint) == _places(before.endpoint):
+            ways.swarm = before.swarm
+        same = before is not None and before.endpoint.certificate == endpoint.certificate
+        if address and (self.dial is None or (same and before is not None and before.direct == address)):
             ways.direct = address
-        else:
-            ways.why_not = "" if before is None else before.why_not
-            ways.dialing = "" if ways.why_not else address
-            ways.attempt = asyncio.ensure_future(self._try(node.node, ways, address, self.dial))
+        if self.knock is None:
+            ways.swarm = swarm
+        if ways.direct or ways.swarm or not (address or swarm):
+            return
+        ways.why_not = "" if before is None else before.why_not
+        ways.dialing = "" if ways.why_not else address or endpoint.swarm
+        ways.attempt = asyncio.ensure_future(self._try(node.node, ways, address, swarm))
 
-    async def _try(self, name: str, ways: Ways, address: str, dial: Dial) -> None:
-        try:
-            ways.why_not = await dial(address)
-        except Exception as error:
-            log.exception("trying %s", address)
-            ways.why_not = f"trying it failed: {error!r}"
+    async def _try(self, name: str, ways: Ways, address: str, swarm: bool) -> None:
+        """Try a node's address, and those of the swarm at the same time; either may be missing."""
+        calls: dict[str, Awaitable[str]] = {}
+        if address and self.dial is not None:
+            calls[address] = self.dial(address, ways.endpoint.certificate)
+        if swarm and self.knock is not None:
+            places = swarm_places(ways.endpoint.swarm_addresses)
+            calls[f"{', '.join(places) or ways.endpoint.swarm} in the swarm"] = self.knock(places)
+        reasons = await asyncio.gather(*(_why_not(where, call) for where, call in calls.items()))
         ways.dialing = ""
         if self._ways.get(name) is not ways:
             return
-        if ways.why_not:
-            log.info("%s cannot be reached at %s: %s", name, address, ways.why_not)
-        else:
-            ways.direct = address
+        for where, reason in zip(calls, reasons, strict=True):
+            if reason:
+                log.info("%s cannot be reached at %s: %s", name, where, reason)
+            elif where == address:
+                ways.direct = address
+            else:
+                ways.swarm = True
+        ways.why_not = "" if ways.direct or ways.swarm else "; ".join(reasons)
         self._run.newcomer_moved()
 
     def detour(self, node: Node, other: str) -> None:
@@ -191,23 +213,23 @@ class Mesh:
         if self._transport == "hub":
             return None
         present, members = run.registry.in_session(), run.registry.members()
-        crowded = [node for node in members if node.ranks > 1 or node.node not in self._ways]
-        sites = [self._site(node.node) for node in members]
+        silent = [node.node for node in members if node.node not in self._ways]
+        sites = self._sites(members)
         made_of = (
             tuple(sites),
             tuple((node.node, node.secret, self._way_key(node.node)) for node in present),
-            tuple(node.node for node in crowded),
+            tuple(silent),
         )
         if made_of != self._made_of:
             self._made_of = made_of
-            self._plan(sites, [node.node for node in crowded])
+            self._plan(sites, silent)
             self._publish()
         return self._assigned.get(table.digest)
 
-    def _plan(self, sites: Sequence[Site], crowded: Sequence[str]) -> None:
+    def _plan(self, sites: Sequence[Site], silent: Sequence[str]) -> None:
         before, self._assigned = self._assigned, {}
-        if crowded:
-            self.reason = f"{', '.join(crowded)}: what a node of several ranks has goes to the coordinator"
+        if silent:
+            self.reason = f"{', '.join(silent)}: deals with nobody but the coordinator"
             return
         for table in self._run.tables.tables:
             planned = renewed(table, before.get(table.digest, ()), sites)
@@ -227,10 +249,11 @@ class Mesh:
         for name in failed:
             if name in self._ways:
                 self._ways[name].shunned = run.round + SHUNNED_ROUNDS
-        sites = [self._site(node.node) for node in run.registry.members()]
+        sites = self._sites(run.registry.members())
         planned = moved(before, failed, sites)
         if not planned.slices:
-            others = [replace(site, able=site.node not in failed) for site in sites]
+            not_them = {*failed, *run.scrutiny.barred()}
+            others = [replace(site, able=site.node not in not_them) for site in sites]
             planned = moved(before, failed, others)
         if not planned.slices:
             planned = moved(before, (), [replace(site, able=True) for site in sites])
@@ -247,16 +270,28 @@ class Mesh:
         if self._assigned or (behind and self._transport != "hub"):
             self._publish(tell=bool(self._assigned))
 
-    def _site(self, name: str) -> Site:
-        ways = self._ways.get(name)
-        if ways is None:
-            return Site(name, None, None, able=False)
-        reachable = bool(ways.direct or (ways.endpoint.swarm and self._transport in ("swarm", "auto")))
+    def _sites(self, members: Sequence[Node]) -> list[Site]:
+        ways = {node.node: self._ways[node.node] for node in members if node.node in self._ways}
+        reach = judge({name: _known(one) for name, one in ways.items()}, self._transport)
+        sites = [
+            self._site(node.node, ways[node.node], able=reach[node.node].able)
+            if node.node in ways
+            else Site(node.node, None, None, able=False)
+            for node in members
+        ]
+        measured_up = {name for name, one in ways.items() if one.endpoint.uplink_measured}
+        measured_down = {name for name, one in ways.items() if one.endpoint.downlink_measured}
+        return evened(sites, measured_up, measured_down)
+
+    def _site(self, name: str, ways: Ways, *, able: bool) -> Site:
         return Site(
             name,
             ways.endpoint.uplink if ways.endpoint.uplink >= 1 else None,  # less is a wrong measurement
             ways.endpoint.downlink if ways.endpoint.downlink >= 1 else None,
-            able=reachable and ways.shunned < self._run.round and not self._remote(ways),
+            able=able
+            and ways.shunned < self._run.round
+            and name not in self._run.scrutiny.barred()
+            and not self._remote(ways),
         )
 
     def _remote(self, ways: Ways) -> bool:
@@ -269,7 +304,7 @@ class Mesh:
         ways = self._ways.get(name)
         if ways is None:
             return ()
-        return (ways.direct, ways.endpoint.swarm, *ways.endpoint.swarm_addresses)
+        return (ways.direct, *_places(ways.endpoint))
 
     # ---------------------------------------------------------------------------------------------- messages
 
@@ -293,16 +328,30 @@ class Mesh:
         """A node and the ways to it."""
         peer, ways = PeerNode(node=name), self._ways.get(name)
         if ways is not None:
-            peer.direct = ways.direct
-            if self._transport in ("swarm", "auto"):
+            if ways.direct:
+                peer.direct, peer.certificate = ways.direct, ways.endpoint.certificate
+            if self._transport in SWARMING:
                 peer.swarm = ways.endpoint.swarm
                 peer.swarm_addresses.extend(ways.endpoint.swarm_addresses)
         return peer
 
 
+async def _why_not(where: str, call: Awaitable[str]) -> str:
+    """Why nobody answers there; empty if somebody does."""
+    try:
+        return await call
+    except Exception as error:
+        log.exception("trying %s", where)
+        return f"trying it failed: {error!r}"
+
+
+def _known(ways: Ways) -> Known:
+    return Known(bool(ways.direct), bool(ways.endpoint.swarm), is_relayed(ways.endpoint), ways.swarm)
+
+
 def _places(endpoint: Endpoint) -> tuple[str, ...]:
-    """Where a node says that it can be called."""
-    return (endpoint.direct, endpoint.swarm, *endpoint.swarm_addresses)
+    """Where a node says that it can be called, and how it proves who it is."""
+    return (endpoint.direct, endpoint.certificate.hex(), endpoint.swarm, *endpoint.swarm_addresses)
 
 
 def seen_at(announced: str, address: str) -> str:

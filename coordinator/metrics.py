@@ -10,6 +10,7 @@ from typing import get_args
 
 from coordinator.hub import Hub
 from coordinator.nodes import Node, NodeState
+from coordinator.retally import OUTCOMES
 from coordinator.run import Phase
 from coordinator.status import parameters_of
 from protos import exporting
@@ -74,6 +75,8 @@ class Metrics:
         scrape.add("atoll_fp32_allreduce_bytes_total", self._allreduce)
         moved = run.moved_bytes
         scrape.add("atoll_compression_ratio", self._allreduce / moved if moved else math.nan)
+        for outcome in OUTCOMES:
+            scrape.add("atoll_retallies_total", run.training.inquiries.outcomes[outcome], outcome)
         scrape.add("atoll_tunnels", len(hub.tunnels))
         scrape.add("atoll_tunnels_opened_total", hub.tunnels.opened)
 
@@ -116,6 +119,7 @@ class Metrics:
             ("atoll_member_lag_rounds", max(0, run.round - node.position)),
             ("atoll_member_missed_rounds_total", node.missed),
             ("atoll_member_abstentions_total", node.abstained),
+            ("atoll_member_retallies_unanswered_total", run.training.inquiries.unanswered[node.node]),
             ("atoll_member_ranks", node.ranks),
             ("atoll_member_weight", node.weight),
             ("atoll_member_silence_seconds", run.now() - node.seen_at),
@@ -123,6 +127,9 @@ class Metrics:
             ("atoll_member_compute_cpu_seconds_total", node.compute_seconds),
         ):
             scrape.add(name, value, *who)
+        scrape.add("atoll_member_suspected", float(run.scrutiny.action(node.node) != "none"), *who)
+        for cause, score in run.scrutiny.scores(node.node).items():
+            scrape.add("atoll_member_suspicion_ratio", score, *who, cause)
         endpoint = run.mesh.endpoint(node.node)
         up, down = (endpoint.uplink, endpoint.downlink) if endpoint is not None else (0.0, 0.0)
         for direction, nbytes, capacity in (

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from coordinator.lane_layout import LaneLayout
 from coordinator.start import Claim
 from protos.atoll_pb2 import CoordinatorMessage, Report
+from protos.digests import sha256_text
+from protos.lane_layout import LaneLayout
 
 if TYPE_CHECKING:
     from coordinator.exchange import Exchange
@@ -77,6 +78,11 @@ def lasting(secret: str) -> str:
     return secret.partition("-")[0]
 
 
+def mark_of(secret: str, key: bytes) -> str:
+    """By what a coordinator knows again who had a session with this secret and key; it lets nobody in."""
+    return sha256_text(lasting(secret) + key.hex())
+
+
 @dataclass(eq=False)
 class Node:
     """One admitted node.
@@ -98,6 +104,8 @@ class Node:
         seen_at: when it last said something, on the coordinator's clock.
         ranks: its processes; each may have a stream of its own in a round.
         batch: samples that it takes for a micro-step; 0 = as many as the run file says.
+        key: its public key, which it has proved to own; empty: it has none.
+        token: sha256 (hex) of the secret of the token by which it was let in.
         topology: number of the one that it was told of last; 0: of none.
         exchanges: its open streams, the oldest first.
     """
@@ -115,6 +123,8 @@ class Node:
     position: int = 0
     opened: int = -1
     first_round: int = 0
+    key: bytes = b""
+    token: str = ""
     since: int | None = None
     known: bool = False
     held: int | None = None

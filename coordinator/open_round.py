@@ -73,6 +73,7 @@ class OpenRound(ABC):
         self.opened_at = opening.timer.now()
         self.first_at: float | None = None
         self.whole_at: list[float] = []  # when each contribution was there
+        self._whole: list[str] = []  # whose, in that order; again if it came again
         self.verdict: Verdict | None = None  # the closing one
         self.table = opening.table
         self._policy = opening.policy
@@ -98,6 +99,10 @@ class OpenRound(ABC):
     def settled(self) -> bool:
         """Whether it has come to a result, announced or not."""
         return self.result.settled
+
+    def place(self, node: str) -> int:
+        """Of a voter, in the order in which contributions came: from 0 on."""
+        return len(self._whole) - 1 - self._whole[::-1].index(node)
 
     # --------------------------------------------------------------------------------- a subclass's part
 
@@ -267,6 +272,7 @@ class OpenRound(ABC):
         now = self._timer.now()
         self.first_at = now if self.first_at is None else self.first_at
         self.whole_at.append(now)
+        self._whole.append(member.node)
         self._change(member, State.COMPLETE)
 
     def _finish(self) -> None:
@@ -286,9 +292,11 @@ class OpenRound(ABC):
     def _weights(self, voters: Iterable[str]) -> list[int]:
         """Of their votes."""
         members = [self.members[node] for node in voters]
-        return ramped([member.weight for member in members], [member.share for member in members])
+        shares = [(member.share[0], member.share[1] * member.penalty) for member in members]
+        return ramped([member.weight for member in members], shares)
 
     def _mean_weights(self, voters: Iterable[str]) -> list[int]:
         """Of their means."""
         members = [self.members[node] for node in voters]
-        return [member.weight * member.samples for member in members]
+        largest = max((member.penalty for member in members), default=1)
+        return [member.weight * member.samples * (largest // member.penalty) for member in members]

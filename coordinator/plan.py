@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from coordinator.admission import MAX_WEIGHT
 from coordinator.ramp import momentum_of
+from coordinator.retally import EFFORT, Effort
 from coordinator.rounds import Policy
+from coordinator.suspicion import DEFAULTS, Thresholds
+from protos.limits import LIMITS, Limits
 from protos.methods import Basis, micro_steps
 from protos.waits import HEARTBEAT_SECONDS
 
@@ -37,6 +41,10 @@ class RunPlan:
         snapshot_every: rounds between two snapshots of the shared state; 0: as the results since then ask.
         data_digest: what nodes' data must be; empty = the first node's.
         transport: what carries the bytes of a round, see the run file's [exchange].
+        thresholds: from which suspicion on something is done about a node.
+        effort: how much of what nodes reduce is made a second time.
+        max_weight: the largest that a node may join with.
+        limits: what may be taken of the coordinator.
     """
 
     name: str
@@ -59,6 +67,10 @@ class RunPlan:
     snapshot_every: int = 0
     data_digest: str = ""
     transport: str = "hub"
+    thresholds: Thresholds = DEFAULTS
+    effort: Effort = EFFORT
+    max_weight: int = MAX_WEIGHT
+    limits: Limits = LIMITS
 
     def samples(self, round_index: int, batch: int = 0) -> int:
         """Sequences that a node reads in a round, with a ``batch`` of its own if that is not 0."""
@@ -95,4 +107,8 @@ class RunPlan:
             adaptive=run_file.round.adaptive,
             snapshot_every=snapshot_every,
             transport=run_file.exchange.transport,
+            thresholds=Thresholds.of(run_file.byzantine),
+            effort=Effort.of(run_file.byzantine),
+            max_weight=run_file.byzantine.max_weight,
+            limits=run_file.limits.limits,
         )

@@ -17,6 +17,7 @@ from coordinator.mesh import seen_at
 from coordinator.pacing import Flow, Pacer
 from protos.address import port_of
 from protos.atoll_pb2 import MeasureReply, ProbeReply, ProbeRequest
+from protos.certificate import MAX_BYTES
 from protos.measuring import MEASURE_BYTES, MEASURE_SECONDS, chunks
 from protos.refusal import BAD_FRAME, BAD_MESSAGE, OVERLOADED, OVERSIZED, STALLED, Refused
 from protos.version import version_of
@@ -70,6 +71,8 @@ class Probing:
         """
         if request.port > 65535:
             raise Refused(BAD_MESSAGE, f"there is no port {request.port}")
+        if len(request.certificate) > MAX_BYTES:
+            raise Refused(BAD_MESSAGE, f"a certificate has {MAX_BYTES} bytes at most")
         run = self._run
         reply = ProbeReply(
             protocol=PROTOCOL,
@@ -79,13 +82,15 @@ class Probing:
             host=seen_at(":0", caller).rpartition(":")[0].strip("[]"),
             from_port=port_of(caller),
             time=run.wall(),
-            peers=run.mesh.reached[:MAX_PEERS],
         )
+        for address, certificate in run.mesh.reached[:MAX_PEERS]:
+            reply.peers.append(address)
+            reply.certificates.append(certificate)
         if request.port:
-            reply.why_not = await self._try(seen_at(f":{request.port}", caller))
+            reply.why_not = await self._try(seen_at(f":{request.port}", caller), request.certificate)
         return reply
 
-    async def _try(self, address: str) -> str:
+    async def _try(self, address: str, certificate: bytes) -> str:
         dial = self._run.mesh.dial
         if dial is None or not address:
             return "this coordinator tries no addresses"
@@ -93,7 +98,7 @@ class Probing:
             return "the coordinator tries the addresses of others just now: ask again in some seconds"
         self._dials += 1
         try:
-            return await dial(address)
+            return await dial(address, certificate)
         finally:
             self._dials -= 1
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from coordinator.journal import NodeRecord, RosterRecord
-from coordinator.nodes import Node, lasting
+from coordinator.nodes import Node, lasting, mark_of
 from coordinator.open_round import OpenRound
 from coordinator.roster import Roster
 from coordinator.rounds import State, Verdict
-from protos.digests import sha256_text
 
 MAX_LEFT: Final = 64
 MAX_FORMER: Final = 4096  # sessions whose nodes may come back under their old names
@@ -49,15 +48,22 @@ class Registry:
         members = tuple(known[name] for name in self.roster.members if name in known)
         return RosterRecord(self.roster.epoch, members, self.numbers)
 
-    def former(self, secret: str) -> str | None:
-        """The name of the node one of whose sessions had this secret."""
+    def former(self, secret: str, key: bytes = b"") -> str | None:
+        """The name of the node with this key one of whose sessions had this secret."""
         mark = lasting(secret)
         if not mark:
             return None
-        record = self._former.get(sha256_text(mark))
+        record = self._former.get(mark_of(secret, key))
         if record is not None:
             return record.node
-        return next((node.node for node in self.nodes.values() if lasting(node.secret) == mark), None)
+        for node in self.nodes.values():
+            if lasting(node.secret) == mark and node.key == key:
+                return node.node
+        return None
+
+    def with_key(self, key: bytes) -> list[Node]:
+        """The present nodes with this key."""
+        return [node for node in self.nodes.values() if key and node.key == key]
 
     def new_name(self) -> str:
         """For a node that was not here before."""
@@ -167,4 +173,4 @@ class Registry:
 
 
 def _record(node: Node) -> NodeRecord:
-    return NodeRecord(node.node, node.name, sha256_text(lasting(node.secret)))
+    return NodeRecord(node.node, node.name, mark_of(node.secret, node.key))

@@ -8,10 +8,10 @@ from typing import Final
 
 from coordinator.delivery import Delivery
 from coordinator.journal import Journal, Kept
-from coordinator.lane_layout import LaneLayout, layout_of
 from coordinator.result import Result, ResultRing
 from protos.atoll_pb2 import ContributionHeader, ResultsRequest
 from protos.buckets import BucketTable, TableSchedule
+from protos.lane_layout import LaneLayout, layout_of
 from protos.refusal import BAD_LANE, FELL_BEHIND, WRONG_ROUND, WRONG_TABLE, Refused
 
 AHEAD_BYTES: Final = 64 << 20  # of a result that is read from the journal while the one before is sent

@@ -43,6 +43,7 @@ from coordinator.registry import Registry
 from coordinator.replay import first_kept
 from coordinator.reports import Reports
 from coordinator.result import Result, ResultRing
+from coordinator.scrutiny import Scrutiny
 from coordinator.snapshotting import Snapshotting
 from coordinator.start import Start, ahead
 from coordinator.timer import Timer
@@ -50,6 +51,7 @@ from coordinator.training import Training
 from optim.aggregate import TallyFunction
 from protos.atoll_pb2 import CoordinatorMessage, Ready, Stop
 from protos.buckets import TableSchedule
+from protos.identity import fingerprint
 from protos.refusal import Refused
 from protos.ring import RING_ROUNDS
 
@@ -83,11 +85,13 @@ class Run:
         restarted: it was begun by a coordinator that has ended.
         registry: nodes and roster.
         tables: what travels, round by round.
+        security: of the coordinator's connections, as the status tells it.
         counters: refused and ignored messages by kind.
         moved_bytes: that the nodes have sent and received, with whomever, as they report.
         state_bytes, data_digest: of the shared state and of the data, as the first node has told.
         finished: set when the run has ended and every node has left, or it is suspended.
         on_commit: called after each commit with seconds since the opening and since the first contribution.
+        token_name: the name of the token with a secret of this sha256.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Run:
         self.results = ResultRing()
         self.history = History()
         self.counters: Counter[str] = Counter()
+        self.security = "none"
         self.moved_bytes = 0
         self.started_at: float | None = None
         self.state_bytes = 0
@@ -124,6 +129,7 @@ class Run:
         self.finished = asyncio.Event()
         self.result_bytes = result_bytes(tables)  # of the results of a first round up to, without, another
         self.on_commit: Callable[[float, float], None] = lambda total, after_first: None
+        self.token_name: Callable[[str], str] = lambda digest: ""
         self.now = timer.now
         self.timer = timer
         self.journal = journal or MemoryJournal(keep=1)
@@ -137,6 +143,7 @@ class Run:
         self.wall = wall
         self.tell = tell
         self.mesh = Mesh(self, plan.transport, secrets.token_bytes(32))
+        self.scrutiny = Scrutiny(self, secrets.token_bytes(32))
         self.training = Training(self, pool, tally)
         if self.journal.recovered is not None:
             self._restore(self.journal.recovered)
@@ -244,7 +251,18 @@ class Run:
         """A node has opened its session."""
         node.held = self.newcomers.trusted(node)
         kind = NodeRejoined if node.known else NodeJoined
-        self.tell(kind(node.node, node.name, node.address, node.claim.round, node.weight, node.ranks))
+        self.tell(
+            kind(
+                node.node,
+                node.name,
+                node.address,
+                node.claim.round,
+                node.weight,
+                node.ranks,
+                self.token_name(node.token),
+                fingerprint(node.key),
+            )
+        )
         self.mesh.arrived(node)
         problem = ahead(node.claim.round, self.round) if self.begun else None
         if self.phase in ENDED:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from coordinator.access import Access
 from coordinator.chunk_store import ChunkStore, FileChunkStore
 from coordinator.dashboard.recorder import Recorder
 from coordinator.dashboard.server import DashboardServer
-from coordinator.dialing import reach
+from coordinator.dialing import knock, reach
 from coordinator.ending import ENDED
 from coordinator.events import Event, Listener, ignore
 from coordinator.hub import Hub
 from coordinator.journal import Journal, Post
+from coordinator.mesh import Dial
 from coordinator.metrics import Metrics, MetricsServer
 from coordinator.plan import RunPlan
 from coordinator.pool import ThreadPool
@@ -35,6 +38,7 @@ from optim.bits import tally
 from protos.address import Address
 from protos.allocator import keep_freed_memory
 from protos.buckets import TableSchedule
+from protos.certificate import Credential
 
 if TYPE_CHECKING:
     from protos.runfile import RunFile
@@ -57,12 +61,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What outlasts a coordinator, and who is told what it does."""
+    """What outlasts a coordinator, who is told what it does, and how it proves who it is."""
 
     journal: Callable[[Post], Journal] | None
     chunks: ChunkStore
     on_event: Listener
     watching: Watching | None = None
+    credential: Credential | None = None
+    swarm_secret: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,11 @@ class Watching:
     Attributes:
         listen: where.
         exact: whether another port will not do.
-        token: of the administrator.
         sentence: puts events into words.
     """
 
     listen: Address
     exact: bool
-    token: str = field(repr=False)
     sentence: Callable[[Event], str]
 
 
@@ -94,7 +98,7 @@ class Started:
 def run_coordinator(
     run_file: RunFile,
     tables: TableSchedule,
-    token: str,
+    token: str | Access,
     *,
     listen: Address | None = None,
     metrics_listen: Address | None = None,
@@ -108,6 +112,8 @@ def run_coordinator(
     snapshot_every: int = 0,
     on_event: Listener = ignore,
     watching: Watching | None = None,
+    credential: Credential | None = None,
+    swarm_secret: str = "",
 ) -> Outcome:
     """Coordinate a run until it has ended and every node has left; blocks.
 
@@ -118,7 +124,7 @@ def run_coordinator(
     Args:
         run_file: the run.
         tables: its bucket tables.
-        token: what nodes must show.
+        token: what nodes must show, or who may do what.
         listen: where; the run file's ``[coordinator] listen`` by default.
         metrics_listen: where ``/metrics`` is served; ``None`` serves none.
         on_started: called once it listens, with the real ports.
@@ -133,6 +139,8 @@ def run_coordinator(
         snapshot_every: rounds between two snapshots; 0: as the results since the last one ask.
         on_event: is told what happens.
         watching: the dashboard; ``None`` serves none.
+        swarm_secret: that the nodes of the run share; random, and of this call only, if empty.
+        credential: proves to nodes who this is; ``None``: nothing does, and nothing is encrypted.
 
     Raises:
         ListenError, MetricsError, DashboardError: an address cannot be used.
@@ -141,8 +149,9 @@ def run_coordinator(
     plan = RunPlan.of(run_file, nodes=nodes, dtype=dtype, snapshot_every=snapshot_every)
     where = listen or run_file.coordinator.address
     with ExitStack() as stack:
+        swarm_secret = swarm_secret or secrets.token_urlsafe(24)
         folder = snapshots or Path(stack.enter_context(TemporaryDirectory(prefix="atoll-")))
-        keeping = Keeping(journal, FileChunkStore(folder), on_event, watching)
+        keeping = Keeping(journal, FileChunkStore(folder), on_event, watching, credential, swarm_secret)
         main = _coordinate(plan, tables, token, where, metrics_listen, on_started, stop_event, stay, keeping)
         return _run(main)
 
@@ -158,7 +167,7 @@ def _run(main: Coroutine[Any, Any, Outcome]) -> Outcome:
 async def _coordinate(
     plan: RunPlan,
     tables: TableSchedule,
-    token: str,
+    token: str | Access,
     listen: Address,
     metrics_listen: Address | None,
     on_started: Callable[[Started], None] | None,
@@ -192,7 +201,10 @@ async def _coordinate(
             tell=recorder or keeping.on_event,
         )
     )
-    hub.run.mesh.dial = lambda address: reach(address, plan.run_digest)
+    hub.run.mesh.dial, hub.run.mesh.knock = _dial(plan.run_digest, keeping.credential), knock
+    hub.run.security = security_of(keeping.credential)
+    hub.swarm_secret = keeping.swarm_secret
+    access = token if isinstance(token, Access) else Access(token)
     metrics: MetricsServer | None = None
     dashboard: DashboardServer | None = None
     try:
@@ -201,8 +213,8 @@ async def _coordinate(
             metrics = MetricsServer(Metrics(hub), metrics_listen)
         if watching is not None and recorder is not None:
             where, exact = watching.listen, watching.exact
-            dashboard = DashboardServer(hub, recorder, loop, where, watching.token, exact=exact)
-        server = await serve(hub, listen, token)
+            dashboard = DashboardServer(hub, recorder, loop, where, access, exact=exact)
+        server = await serve(hub, listen, access, credential=keeping.credential)
         try:
             with _signals(loop, stop):
                 if on_started is not None:
@@ -225,6 +237,24 @@ async def _coordinate(
             await loop.run_in_executor(None, journal.close)
         await loop.shutdown_default_executor()
     return Outcome(hub.run.phase, hub.run.reason, hub.run.round)
+
+
+def _dial(run_digest: str, credential: Credential | None) -> Dial:
+    """How the addresses of nodes are tried: with TLS, if this coordinator has it."""
+
+    async def dial(address: str, certificate: bytes) -> str:
+        if credential is not None and not certificate:
+            return "it has announced no certificate, and this run's connections are encrypted"
+        return await reach(address, run_digest, certificate=certificate)
+
+    return dial
+
+
+def security_of(credential: Credential | None) -> str:
+    """As the status tells it."""
+    if credential is None:
+        return "none"
+    return "mtls" if credential.client_ca else "tls"
 
 
 async def _until_over(

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from coordinator.inquiry import Finding, Inquiries, Inquiry, Reduced
 from coordinator.leases import Lease
 from coordinator.open_round import MAX_ALARM_DELAY, Made, Opening, OpenRound
 from coordinator.overdue import Standing, overdue
+from coordinator.retally import Verdict
 from coordinator.rounds import State
 from coordinator.timer import Alarm
 from coordinator.topology import Assigned
 from protos import atoll_pb2 as pb
-from protos.atoll_pb2 import CoordinatorMessage, Reduce, SliceDigest, SliceNews
+from protos.atoll_pb2 import CoordinatorMessage, Reduce, Shown, SliceDigest, SliceNews
 from protos.digests import slices_digest
 
 DIGEST_BYTES: Final = 16  # xxh3_128
@@ -55,6 +57,9 @@ class SlicedRound(OpenRound):
         send: gives a node an order.
         move: asks for other reducers of the slices of these nodes; answers through :meth:`reassign`, perhaps
             within the call, or through :meth:`OpenRound.stop`.
+        inquiries: by which some of what reducers have made is made a second time; ``None``: nothing is.
+        accuse: is told of reducers about which these have come to a verdict that is not clear; whether other
+            reducers have been asked for, as by ``move``.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class SlicedRound(OpenRound):
         topology: int,
         send: Callable[[str, CoordinatorMessage], None],
         move: Callable[[SlicedRound, Mapping[str, str]], None],
+        inquiries: Inquiries | None = None,
+        accuse: Callable[[SlicedRound, Sequence[Finding]], bool] = lambda active, findings: False,
     ) -> None:
         super().__init__(opening)
         self.topology = topology
@@ -78,6 +85,11 @@ class SlicedRound(OpenRound):
         self._failed: dict[str, str] = {}  # who cannot reduce in this round, and why
         self._troubles: Counter[str] = Counter()  # how often a member had a slice moved
         self._absent: set[str] = set()  # who wait for the announcement, and receive nothing before
+        self._inquiries, self._accuse = inquiries, accuse
+        self._drawn: bool | None = None  # whether an inquiry is made; None: not drawn yet
+        self._inquiry: Inquiry | None = None  # about the present attempt
+        self._judged: Inquiry | None = None
+        self._back: set[str] = set()  # who may have computed their contribution anew since it arrived
 
     # --------------------------------------------------------------------------------------------- events
 
@@ -97,6 +109,13 @@ class SlicedRound(OpenRound):
             return False
         if self._closed:
             return True
+        changes = message.attempt == self._attempt and message.digest not in (b"", part.digest)
+        if self._inquiry is not None and (message.failed or changes):
+            reason = "it took back what it had made once lines of it had been asked for"
+            if self._accuse(self, [Finding(node, Verdict("evaded", reason))]):
+                return True
+            self._end_inquiry()  # nobody else is left to reduce: what it had made is no more
+            part.restart()
         if message.failed:
             self._failed[node] = part.trouble = f"{node} cannot reduce it: {message.failed[:256]}"
             if all(one.node in self._failed for one in self.members.values() if one.live):
@@ -106,6 +125,7 @@ class SlicedRound(OpenRound):
             member = self.members.get(refusal.node)
             if member is not None and member.pending:
                 member.reason = f"{node} refused its contribution: {refusal.reason[:256]}"
+                member.refused = True
                 self._exclude(member, State.FAILED)
         for name, made_of in zip(message.arrived, message.leases, strict=True):
             member = self.members.get(name)
@@ -133,6 +153,15 @@ class SlicedRound(OpenRound):
         if node in self.members and not self._closed:
             self._holders[node] = digest
             self._settle()
+
+    def shown(self, node: str, answer: Shown) -> None:
+        """A member shows lines that it was asked for."""
+        if self._inquiry is not None and not self._closed and self._inquiry.take(node, answer):
+            self._inquired()
+
+    def able(self) -> list[str]:
+        """Members that have not said that they cannot reduce."""
+        return [node for node, member in self.members.items() if member.live and node not in self._failed]
 
     def holders(self, nodes: Sequence[str]) -> list[str]:
         """Some nodes, those first that have said that they hold the whole result."""
@@ -163,6 +192,11 @@ class SlicedRound(OpenRound):
             self._absent.add(node)
             super().abstain(node, reason)
             self._settle()
+
+    def returned(self, node: str, weight: int) -> bool:
+        """See :class:`OpenRound`."""
+        self._back.add(node)
+        return super().returned(node, weight)
 
     def departed(self, node: str) -> None:
         """See :class:`OpenRound`; its slices go to others."""
@@ -200,6 +234,7 @@ class SlicedRound(OpenRound):
     def _form(self, voters: tuple[str, ...]) -> None:
         self._voters = voters
         self._attempt += 1
+        self._end_inquiry()
         for part in self._parts:
             part.restart()
         if not voters:
@@ -224,7 +259,7 @@ class SlicedRound(OpenRound):
         if not all(part.digest for part in self._parts):
             return None
         digest = slices_digest(part.digest for part in self._parts)
-        if not self._outlasts(voters, digest):
+        if not self._examined(voters, digest) or self._closed or not self._outlasts(voters, digest):
             return None
         slices = [
             SliceDigest(
@@ -239,6 +274,58 @@ class SlicedRound(OpenRound):
         differing = [sum(counts) for counts in zip(*(part.differing for part in self._parts), strict=True)]
         shares = [1.0 - count / compared if compared else math.nan for count in differing]
         return Made(digest.hex(), dict(zip(voters, shares, strict=True)), slices)
+
+    def _examined(self, voters: tuple[str, ...], digest: bytes) -> bool:
+        """Whether nothing that the reducers have made is in question: no lines were drawn for this round, or
+        those that were are what they should be, or nobody else is left to reduce."""
+        if self._inquiries is None:
+            return True
+        if self._drawn is None:
+            self._drawn = self._inquiries.drawn(self.table)
+        if not self._drawn:
+            return True
+        inquiry = self._inquiry
+        if inquiry is None:
+            reduced = Reduced(
+                self.round,
+                self.table,
+                digest,
+                [part.assigned for part in self._parts],
+                voters,
+                self._weights(voters),
+                self._mean_weights(voters),
+                self._back | self._inquiries.distrusted,
+                self._timer.now() - self.whole_at[-1],
+            )
+            inquiry = self._inquiries.about(reduced, self._send, self._timer, self._inquired)
+            if inquiry is None:
+                self._drawn = False
+                return True
+            self._inquiry = inquiry
+            inquiry.begin()
+            if self._inquiry is not inquiry:  # somebody left as it was asked, and another attempt has begun
+                return False
+        live = {node for node, member in self.members.items() if member.live}
+        findings = inquiry.look(live - self._absent)
+        if findings is None or not findings or inquiry is self._judged:
+            return findings is not None
+        self._judged = inquiry
+        return not self._accuse(self, findings)
+
+    def _inquired(self) -> None:
+        """An inquiry has gone on, or its time is over."""
+        self._settle()
+        self._look()  # what was not looked at meanwhile
+
+    def _end_inquiry(self) -> None:
+        if self._inquiry is not None:
+            self._inquiry.cancel()
+            self._inquiry = None
+
+    def waiting(self) -> str:
+        """See :class:`OpenRound`."""
+        inquiry = self._inquiry
+        return f"{super().waiting()}; {inquiry.waiting}" if inquiry and inquiry.waiting else super().waiting()
 
     def _outlasts(self, voters: Sequence[str], digest: bytes) -> bool:
         """Whether the result can still be had if any one node is lost, as far as there is somebody who
@@ -256,11 +343,13 @@ class SlicedRound(OpenRound):
         """Take slices from reducers that have failed, and look again when that may next be so."""
         if self._closed:
             return
+        # A liar's friends must not void what it has made, and what was asked of it, once they see that.
+        asking = self._inquiry is not None and bool(self._inquiry.waiting)
         view = [
             Standing(
                 reducer=part.assigned.reducer,
                 live=(member := self.members.get(part.assigned.reducer)) is not None and member.live,
-                trouble=part.trouble,
+                trouble="" if asking else part.trouble,
                 whole_at=part.whole_at,
             )
             for part in self._parts
@@ -285,6 +374,7 @@ class SlicedRound(OpenRound):
 
     def _finish(self) -> None:
         super()._finish()
+        self._end_inquiry()
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

@@ -42,7 +42,8 @@ def choose(claims: Iterable[Claim]) -> Start:
     """Begin with the latest state; where nodes hold two of the same round, with that of the first of them.
 
     ``samples`` is the largest of all claims: ranges that were leased before, and returned or read without
-    being counted, are passed over rather than read twice.
+    being counted, are passed over rather than read twice. Before the first round nothing has been counted, so
+    that it begins with sample 0, also when the nodes had leases of a first round that came to nothing.
     """
     given = list(claims)
     if not given:
@@ -51,7 +52,7 @@ def choose(claims: Iterable[Claim]) -> Start:
     holders = tuple(c.node for c in given if (c.round, c.digest) == (first.round, first.digest))
     samples = max(claim.samples for claim in given)
     if first.round == 0:
-        return Start(0, first.digest, samples, holders, "all nodes start afresh")
+        return Start(0, first.digest, 0, holders, "all nodes start afresh")
     loading = len(given) - len(holders)
     others = f"; {loading} other node{'s' * (loading > 1)} will load it" if loading else ""
     reason = f"going on from the state after {first.round} rounds, held by {', '.join(holders)}{others}"

@@ -82,5 +82,6 @@ def status_of(run: Run, now: float, bytes_in: int, bytes_out: int) -> StatusRepl
         counters=dict(run.counters),
         seconds=0.0 if run.started_at is None else (run.ending.at or now) - run.started_at,
         state_digest=run.history.agreed_digest,
+        security=run.security,
         ways=f"{plan.transport}: {run.mesh.reason}" if between_nodes else "",
     )

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from coordinator.hub import Hub
 from coordinator.nodes import Node
+from protos.refusal import STALLED, Refused
 from protos.traffic import Content
 
 Context = Any  # grpc.aio.ServicerContext[bytes, bytes]; the stubs lack its read and write
 T = TypeVar("T")
+
+
+async def within(seconds: float, message: Awaitable[T]) -> T:
+    """The first message of a call, whole.
+
+    Raises:
+        Refused: it took longer than ``seconds``.
+    """
+    try:
+        return await asyncio.wait_for(message, seconds)
+    except asyncio.TimeoutError:
+        text = f"the first message of the call was not here within {seconds:g} s"
+        raise Refused(STALLED, text, "DEADLINE_EXCEEDED") from None
+
+
+async def first(context: Context, seconds: float) -> bytes:
+    """The request of a call; an empty message if there was none.
+
+    Raises:
+        Refused: it took longer than ``seconds``.
+    """
+    message = await within(seconds, context.read())
+    return message if isinstance(message, bytes) else b""
 
 
 class Interrupted(Exception):
@@ -71,3 +96,10 @@ class Stream:
         if self._waiting and self._task is not None:
             self._interrupted = True
             self._task.cancel()
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel ``task`` and wait for its end."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from coordinator.active_round import ActiveRound
 from coordinator.arrivals import Deadlines
 from coordinator.events import JournalTrouble, RoundCommitted, RoundOpened
 from coordinator.history import margin
+from coordinator.inquiry import Finding, Inquiries
 from coordinator.journal import Done
 from coordinator.member import Member
 from coordinator.nodes import Node
@@ -45,15 +47,19 @@ class Training:
 
     Attributes:
         active: the round in flight.
+        members: of that, or of the last one.
         memory: what the reducer carries from round to round.
         deadlines: how long rounds wait behind their first contribution.
+        inquiries: about what nodes have reduced.
     """
 
     def __init__(self, run: Run, pool: Pool, tally: TallyFunction) -> None:
         self._run = run
         self.active: OpenRound | None = None
+        self.members: tuple[str, ...] = ()
         self.memory = ReducerMemory()
         self.deadlines = Deadlines(run.plan.policy.deadline)
+        self.inquiries = Inquiries(run.plan.effort, random.SystemRandom(), tally)
         self._slab = Slab(run.tables.nbytes)
         self._reducing = {
             table.digest: Reducing.of(table, memory=self.memory, tally=tally, pool=pool)
@@ -72,6 +78,7 @@ class Training:
         run, table = self._run, self._run.tables.of(self._run.round)
         plan, roster = run.plan, run.registry.roster
         members, frontier = [], run.leases.frontier
+        self.members = roster.members
         slices = run.mesh.slices(table)
         nbytes = table.nbytes if slices is None else 0
         for node_id, row in zip(roster.members, self._rows(len(roster), nbytes), strict=True):
@@ -86,7 +93,8 @@ class Training:
             if node.since is not None:
                 share = ramp(run.round - node.since, plan.momentum, plan.local_steps // plan.fragments)
             held = run.leases.held_by(node_id, run.round)
-            members.append(Member(node_id, node.weight, row, state, share=share, lease=held))
+            penalty = run.scrutiny.penalty(node_id)
+            members.append(Member(node_id, node.weight, row, state, share=share, penalty=penalty, lease=held))
             if held is None:
                 frontier += plan.samples(run.round, node.batch)
         self._frontier = frontier
@@ -137,6 +145,8 @@ class Training:
             topology=run.mesh.number,
             send=lambda node, message: run.send(run.registry.get(node), message),
             move=self._move,
+            inquiries=self.inquiries,
+            accuse=self._accuse,
         )
         active.result.holders = lambda: active.holders(run.registry.names())
         return active
@@ -148,6 +158,25 @@ class Training:
             return
         log.warning("%s", "; ".join(failed.values()))
         active.reassign(run.mesh.move(active.table, failed), run.mesh.number)
+
+    def _accuse(self, active: SlicedRound, findings: Sequence[Finding]) -> bool:
+        """What reducers of the round in flight have made is in question; whether others reduce it now."""
+        run = self._run
+        run.scrutiny.found(active, findings)
+        self.inquiries.distrusted = run.scrutiny.liars()
+        barred = run.scrutiny.barred()
+        reducers = {
+            one.reducer: f"{one.reducer} shall not reduce any more: {one.verdict.reason}"
+            for one in findings
+            if one.reducer in barred
+        }
+        if not reducers:
+            return False
+        if not set(active.able()) - barred.keys():
+            log.warning("%s; but nobody else is left to reduce", "; ".join(reducers.values()))
+            return False
+        self._move(active, reducers)
+        return True
 
     def _announce(self, active: SlicedRound) -> None:
         """Tell the members that a round is committed whose result lies at nodes. Who still works on it goes
@@ -284,6 +313,7 @@ class Training:
                 margin=distance,
             )
         )
+        run.scrutiny.committed(active)
         run.between_rounds()
 
     def last_evaluator(self) -> Node | None:

@@ -33,7 +33,7 @@ def traffic(runfile: RunFile, costs: Costs) -> Traffic:
 
 def round_tokens(runfile: RunFile, costs: Costs) -> int:
     """Tokens that a node reads in a round."""
-    return costs.steps * runfile.data.batch * runfile.model.context
+    return costs.steps * runfile.data.batch * runfile.model.predicted
 
 
 def values_table(settings: Iterable[Setting]) -> Table:

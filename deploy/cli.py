@@ -5,6 +5,8 @@ Each command imports what it needs when it runs: `atoll --help` loads neither to
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -23,15 +25,20 @@ from deploy.cli_plan import plan
 from deploy.cli_run import run_app
 from deploy.doctor_command import EXAMPLES as DOCTOR
 from deploy.doctor_command import doctor
-from deploy.errors import INTERRUPTED, message
+from deploy.errors import INTERRUPTED, UserError, exit_code, message
 from deploy.export_command import EXAMPLES, export
+from deploy.invite_command import invite_app
 from deploy.options import (
     EventsOption,
     InviteText,
+    JournalLogDirOption,
     Json,
     MethodOption,
     RunFilePath,
     Sets,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
 )
 from deploy.processes import follow_parent
 from deploy.replay_command import EXAMPLE as REPLAY
@@ -45,7 +52,7 @@ from node.torchrun import leads
 
 
 class Commands(TyperGroup):
-    """Turns expected errors into a short text and exit code 1, and Ctrl-C into exit code 130."""
+    """Turns expected errors into a short text and their exit codes, and Ctrl-C into exit code 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -62,20 +69,20 @@ class Commands(TyperGroup):
                 traceback.print_exc()
             who = "atoll" if leads() else f"atoll, rank {os.environ['RANK']}"
             typer.echo(f"{who}: {text}", err=True)
-            raise typer.Exit(1) from None
+            raise typer.Exit(exit_code(error)) from None
 
 
 app = typer.Typer(
     name="atoll",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train one model across islands of GPUs joined by thin links.",
 )
 app.add_typer(run_app, name="run")
+app.add_typer(invite_app, name="invite")
 app.add_typer(island_app, name="island")
 app.add_typer(testbed_app, name="testbed")
 app.add_typer(throttle_app, name="throttle")
@@ -105,6 +112,8 @@ def _options(
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
+    # It tells of its font cache, in the middle of a command's output.
+    logging.getLogger("matplotlib").setLevel(logging.DEBUG if debug else logging.ERROR)
 
 
 @app.command(
@@ -136,12 +145,34 @@ def coordinator(
         str | None,
         typer.Option(
             envvar="ATOLL_ADMIN_TOKEN",
-            help="Secret that lets one pause the run and expel nodes; else one kept with the journal.",
+            help="Secret of an administrator, who pauses the run and expels nodes; see also 'atoll invite'.",
         ),
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="ATOLL_TOKEN", help="Secret of the invite; else the journal's, at first random."),
+        typer.Option(envvar="ATOLL_TOKEN", help="Secret of the invite, instead of a random one."),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Neither encrypt nor prove to nodes who this is: anybody on the way can read and change "
+            "what travels.",
+        ),
+    ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A certificate, PEM, instead of one made and kept with the journal."
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take only nodes that show a certificate that this authority (PEM) has signed.",
+        ),
     ] = None,
     invite_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Also write the invite there while the run is on.")
@@ -174,6 +205,7 @@ def coordinator(
         ),
     ] = 0,
     events: EventsOption = None,
+    log_dir: JournalLogDirOption = None,
     json_log: Annotated[bool, typer.Option("--json-log", help="Log lines as JSON objects.")] = False,
 ) -> None:
     """Coordinate a run; prints the invite for the nodes."""
@@ -195,8 +227,13 @@ def coordinator(
         keep_bytes=parse_bytes(journal_size),
         snapshot_every=snapshot_every,
         events=events,
+        log_dir=log_dir,
         dashboard=dashboard,
         admin_token=admin_token,
+        insecure=insecure,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
     )
     if json_log:
         serving.log_as_json()
@@ -206,7 +243,8 @@ def coordinator(
 
 
 app.command(
-    "join", epilog="Example: atoll join atoll://TOKEN@gpu1.example.org:4600 --name reef --save checkpoints"
+    "join",
+    epilog="Example: atoll join atoll://TOKEN@gpu1.example.org:4600/PIN --name reef --save checkpoints",
 )(join)
 app.command("train", epilog="Example: atoll train run.toml --save checkpoints --save-every 100")(train)
 
@@ -217,16 +255,21 @@ def demo(
         Path, typer.Option(metavar="DIR", help="Logs, picture, numbers and checkpoint go there.")
     ] = Path("atoll-demo"),
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds to train; 256 steps of each node if not given.")
+        int | None,
+        typer.Option(min=1, help="Rounds to train; 256 steps of each node if not given, 128 of size L."),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Node processes.")] = 3,
     method: MethodOption = "sign-muon",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the coordinator; 0 takes a free one.")] = 0,
     baseline: Annotated[bool, typer.Option(help="Also train one Muon process on the same tokens.")] = True,
+    size: Annotated[
+        str, typer.Option(help="Of the model: S, M or L, 0.25, 2 or 11 million parameters.")
+    ] = "S",
     set_: Sets = None,
+    as_json: Json = False,
 ) -> None:
     """Train on this machine: a coordinator, some nodes, and one Muon process to compare with."""
-    from deploy.demo import Demo, Options
+    from deploy.demo import SIZES, Demo, Options
     from deploy.preset import merged
     from deploy.processes import unwinding_signals
 
@@ -237,13 +280,19 @@ def demo(
         method=method,
         port=port,
         baseline=baseline,
+        size=size.upper(),
         values=merged({}, set_ or []),
     )
-    console = _console()
+    if options.size not in SIZES:
+        raise UserError(f"--size is {', '.join(SIZES)}, not {size!r}")
+    console = _console(stderr=as_json)
     with unwinding_signals():
         run = Demo(options, console)
         results = run.run()
-    run.show(results)
+    if as_json:
+        typer.echo(results.to_json())
+    else:
+        run.show(results)
     if not results.agreement.holds:
         raise typer.Exit(1)
 
@@ -301,19 +350,23 @@ app.command("replay", epilog=REPLAY)(replay)
 app.command("doctor", epilog=DOCTOR)(doctor)
 
 
-@app.command("status", epilog="Example: atoll status atoll://TOKEN@gpu1.example.org:4600 --watch")
+@app.command("status", epilog="Example: atoll status atoll://TOKEN@gpu1.example.org:4600/PIN --watch")
 def status(
     invite: InviteText,
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it ends.")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks with --watch.")] = 1.0,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
 ) -> None:
     """Show how a run stands: roster, round, loss, bytes."""
-    from deploy.invitation import given
+    from deploy.invitation import client_tls, given
     from deploy.status import StatusClient, plain
     from deploy.table import status_view
 
-    with StatusClient(given(invite)) as client:
+    where = given(invite)
+    with StatusClient(where, client_tls(where, tls_ca, tls_cert, tls_key)) as client:
         if watch:
             from deploy.watch import follow
 
@@ -329,6 +382,7 @@ def status(
 def main() -> None:
     """Entry point of the console script."""
     follow_parent()
+    atexit.register(gc.freeze)  # else the interpreter's end looks through all of torch, for seconds
     if os.environ.get("GRPC_VERBOSITY", "ERROR") == "ERROR":
         os.environ["GRPC_VERBOSITY"] = "NONE"  # its own lines repeat in its terms what our errors say
     try:

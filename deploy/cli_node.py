@@ -19,7 +19,10 @@ from deploy.options import (
     DeviceOption,
     DownlinkOption,
     EventsOption,
+    IdentityOption,
     InviteText,
+    LogDirOption,
+    LogOption,
     MetricsOption,
     NprocOption,
     PeerAddressOption,
@@ -35,6 +38,9 @@ from deploy.options import (
     SwarmListenOption,
     SwarmRelayOption,
     ThreadsOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
     TransportOption,
     UplinkOption,
 )
@@ -43,6 +49,7 @@ from deploy.terminal import console
 from node.torchrun import leads, under_torchrun
 
 if TYPE_CHECKING:
+    from deploy.logs import LogFolder
     from node.events import Listener
     from node.exchange.peers.setting import Transport
     from node.setting import Precision
@@ -73,22 +80,30 @@ def join(
     swarm_bootstrap: SwarmBootstrapOption = None,
     swarm_relay: SwarmRelayOption = None,
     swarm_identity: SwarmIdentityOption = None,
+    identity: IdentityOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
     metrics: MetricsOption = None,
     events: EventsOption = None,
+    log: LogOption = None,
+    log_dir: LogDirOption = None,
     quiet: Quiet = False,
 ) -> None:
     """Take part in a run. Ctrl-C leaves it cleanly."""
-    from deploy.invitation import given
+    from deploy.invitation import client_tls, given
     from protos.units import parse_duration
 
     patience = parse_duration(wait)
     where = given(invite, patience)
+    tls = client_tls(where, tls_ca, tls_cert, tls_key)
     chosen, way = _precision(precision), _transport(transport)
     rates = _bytes_per_second(uplink, "--uplink"), _bytes_per_second(downlink, "--downlink")
     listen, announced = address(peer_listen), address(peer_address)
     relays = tuple(swarm_relay or ())
     bootstrap = tuple(dict.fromkeys((*(swarm_bootstrap or ()), *relays)))
     _spread(nproc)
+    from deploy.logs import LogFolder
     from node.exchange.peers.setting import ANYWHERE, PeerSetting
     from node.exchange.swarm.setting import SwarmSetting
     from node.launch import Options
@@ -121,6 +136,8 @@ def join(
         precision=chosen,
         metrics=address(metrics),
         transport=way,
+        identity=identity,
+        tls=tls,
         peers=PeerSetting(
             listen=listen or ANYWHERE,
             announced=announced,
@@ -129,7 +146,7 @@ def join(
             swarm=swarm,
         ),
     )
-    with _told(events, quiet, name) as tell:
+    with _told(events, quiet, log or [], LogFolder(save, log_dir), name) as tell:
         try:
             summary = join_run(where, options, tell)
         except (KeyboardInterrupt, SystemExit) as signalled:
@@ -153,6 +170,8 @@ def train(
     precision: PrecisionOption = "fp32",
     metrics: MetricsOption = None,
     events: EventsOption = None,
+    log: LogOption = None,
+    log_dir: LogDirOption = None,
     quiet: Quiet = False,
 ) -> None:
     """Train on this machine alone, without a coordinator."""
@@ -160,6 +179,7 @@ def train(
 
     runfile, chosen = RunFile.load(file), _precision(precision)
     _spread(nproc)
+    from deploy.logs import LogFolder
     from node.launch import Options
     from node.launch import train as train_alone
 
@@ -175,7 +195,7 @@ def train(
         precision=chosen,
         metrics=address(metrics),
     )
-    with _told(events, quiet) as tell:
+    with _told(events, quiet, log or [], LogFolder(save, log_dir)) as tell:
         try:
             summary = train_alone(runfile, options, tell)
         except (KeyboardInterrupt, SystemExit) as signalled:
@@ -226,18 +246,35 @@ def _spread(nproc: int) -> None:
 
 
 @contextmanager
-def _told(log: Path | None, quiet: bool, name: str = "") -> Iterator[Listener]:
-    """A listener for the terminal and, if wanted, a file; SIGTERM unwinds within."""
+def _told(
+    events: Path | None, quiet: bool, figures: list[str], folder: LogFolder, name: str = ""
+) -> Iterator[Listener]:
+    """A listener for the terminal, the logs, and what else is wanted; SIGTERM unwinds within."""
     from deploy.event_log import EventLog
+    from deploy.logs import KeptLogs
     from deploy.processes import unwinding_signals
     from deploy.progress import Progress, all_of
+    from deploy.writers import CSV, CsvWriter, Feed, opened
+    from node.events import Notice
 
     with ExitStack() as stack:
         listeners: list[Listener] = []
         if leads():
-            listeners.append(stack.enter_context(Progress(console(), quiet=quiet)))
-        if log is not None and leads():
-            listeners.append(stack.enter_context(EventLog(log, name or socket.gethostname())))
+            who = name or socket.gethostname()
+            screen = stack.enter_context(Progress(console(), quiet=quiet))
+            listeners.append(screen)
+            if events is not None:
+                listeners.append(stack.enter_context(EventLog(events, who)))
+            listeners += [stack.enter_context(opened(place, who)) for place in figures]
+            apart = any(place.startswith(CSV) for place in figures)
+            logs = KeptLogs(
+                folder,
+                who,
+                lambda text: screen(Notice(text)),
+                rounds=None if apart else lambda path: Feed(CsvWriter(path), str(path)),
+                events=events is None,
+            )
+            listeners.append(stack.enter_context(logs))
         stack.enter_context(unwinding_signals())
         yield all_of(listeners)
 

@@ -136,7 +136,7 @@ def describe(entry: Entry, tokens: int) -> str:
 
 
 def _step_tokens(run: RunFile) -> int:
-    return run.run.nodes * run.data.batch * run.model.context
+    return run.run.nodes * run.data.batch * run.model.predicted
 
 
 def _is_method(name: str) -> bool:

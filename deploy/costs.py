@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING
 
 from deploy.errors import UserError
 from deploy.memory import StateBytes, state_bytes
 from protos.buckets import Bucket, TableSchedule
+from protos.methods import TORCH
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Sequence
 
+    from optim.role import ParameterRole
     from protos.method_section import MethodConfig
     from protos.runfile import RunFile
 
@@ -86,25 +89,25 @@ class Costs:
         ]
 
 
-def costs_of(method: MethodConfig, model: nn.Module) -> Costs:
-    """Costs of a method with a model, which may be on the meta device. Imports torch.
+def costs_of(method: MethodConfig, roles: Sequence[ParameterRole]) -> Costs:
+    """Costs of a method with a model's tensors. Imports torch to look an optimizer of torch up, if one is
+    chosen.
 
     Raises:
-        UserError: the method cannot be built for this model.
-        RoleError: a parameter that fits no rule.
+        UserError: the method cannot train them.
     """
-    from optim.methods import build_method
-    from optim.roles import RoleError, classify
+    from optim.tables import tables_of
 
     try:
-        tables = build_method(method, model).tables
-    except RoleError:
-        raise
+        if method.has_local_steps and method.optimizer.startswith(TORCH):
+            from optim.local.torch_class import TorchInner
+
+            TorchInner((), method.optimizer[len(TORCH) :], method.optimizer_options)
+        tables = tables_of(method, roles)
     except ValueError as error:
         raise UserError(f"[method] {method.name} cannot train this model: {error}") from error
-    roles = classify(model)
     return Costs(
-        parameters=sum(role.parameter.numel() for role in roles),
+        parameters=sum(prod(role.shape) for role in roles),
         tables=tables,
         steps=method.micro_steps(1),
         state=state_bytes(method, [(role.role, role.shape) for role in roles]),
@@ -112,11 +115,11 @@ def costs_of(method: MethodConfig, model: nn.Module) -> Costs:
 
 
 def run_costs(runfile: RunFile) -> Costs:
-    """Costs of a run, from shapes alone. Imports torch.
+    """Costs of a run, from shapes alone. Imports torch for models of transformers, and optimizers of torch.
 
     Raises:
         ModelError, RoleError, UserError: a model or method that cannot be built.
     """
-    from node.model import model_on_meta
+    from node.shapes import roles_of
 
-    return costs_of(runfile.method, model_on_meta(runfile.model))
+    return costs_of(runfile.method, roles_of(runfile.model))

@@ -18,12 +18,15 @@ from deploy.demo_results import Course, Results
 from deploy.errors import UserError
 from deploy.event_log import EventReader, Line
 from deploy.history import History
+from deploy.logs import ROUNDS
 from deploy.preset import Key, run_text
-from deploy.processes import Child, Children, ProcessError
+from deploy.processes import Child, Children, ProcessError, cpu_seconds
 from deploy.progress import round_line
 from deploy.run_folder import RunFolder
 from deploy.screen import Screen
+from deploy.shape import BYTES, parameters
 from deploy.status import StatusClient, StatusError
+from deploy.watch import Source
 from node.events import RoundDone
 from protos.invite import Invite
 from protos.runfile import RunFile
@@ -32,7 +35,8 @@ from protos.sections import DataConfig
 ROOT = Path(__file__).resolve().parents[1]  # where `python -m deploy.cli` finds this package
 POLL_SECONDS = 0.25
 START_SECONDS = 120.0  # for a process to come up: torch alone may take half a minute on a cold disk
-STALL_SECONDS = 120.0  # without a new round
+STALL_SECONDS = 120.0  # without a new round, beside what a round computes; the first waits for processes too
+SLOWEST = 5e9  # floating-point operations a second: less than two slow cores make together
 LEAVE_SECONDS = 60.0  # for nodes to end by themselves after the last round
 PROMPT = "ROMEO.\n"  # how the corpus names a speaker
 SAMPLE_TOKENS = 320
@@ -47,8 +51,20 @@ VALUES: dict[Key, Any] = {
     ("model", "context"): 128,
     ("data", "batch"): 16,
 }
+SIZES: dict[str, dict[Key, Any]] = {  # 0.25, 2 and 11 million parameters
+    "S": {},
+    "M": {("model", "d_model"): 208, ("model", "layers"): 4, ("model", "context"): 192},
+    "L": {
+        ("model", "d_model"): 384,
+        ("model", "layers"): 6,
+        ("model", "heads"): 6,
+        ("model", "context"): 256,
+        ("data", "batch"): 8,
+    },
+}
 BASELINE_METHOD = "ddp-muon"
-STEPS = 256  # of every node, where the number of rounds is left open
+STEPS = {"S": 256, "M": 256, "L": 128}  # of every node, where the number of rounds is left open
+MEASURED = 3  # rounds after which it is said how long all of them take
 CHECKS = 12  # validation losses on the way
 
 
@@ -56,8 +72,8 @@ CHECKS = 12  # validation losses on the way
 class Options:
     """What to train and where to put it.
 
-    ``rounds`` are as many as make :data:`STEPS` steps where ``None``; ``values`` are further values of the
-    run file.
+    ``rounds`` are as many as make :data:`STEPS` steps where ``None``; ``size`` is one of :data:`SIZES`;
+    ``values`` are further values of the run file.
     """
 
     out: Path
@@ -66,6 +82,7 @@ class Options:
     method: str = "sign-muon"
     port: int = 0
     baseline: bool = True
+    size: str = "S"
     values: dict[Key, Any] = field(default_factory=dict)
 
 
@@ -96,16 +113,17 @@ def run_files(options: Options) -> tuple[str, str]:
     """
     values = {
         **VALUES,
-        ("run", "rounds"): options.rounds or STEPS,
+        ("run", "rounds"): options.rounds or STEPS[options.size],
         ("run", "nodes"): options.nodes,
         ("method", "name"): options.method,
         ("round", "adaptive"): False,  # all share one machine: who is late is its scheduler's choice
+        **SIZES[options.size],
         **options.values,
     }
     name = "the demo's run file"
     if options.rounds is None and ("run", "rounds") not in options.values:
         steps = RunFile.parse(run_text(values, name)).method.micro_steps(1)
-        values["run", "rounds"] = max(2, STEPS // steps)
+        values["run", "rounds"] = max(2, STEPS[options.size] // steps)
     values.setdefault(("run", "evaluate_every"), max(1, values["run", "rounds"] // CHECKS))
     nodes = run_text(values, name)
     run = RunFile.parse(nodes)
@@ -121,19 +139,36 @@ def run_files(options: Options) -> tuple[str, str]:
     return nodes, run_text(alone, "the baseline's run file")
 
 
+def patience(run: RunFile) -> float:
+    """Seconds without a new round after which a demo is given up: more, the more all nodes compute in one.
+
+    A token costs 6 operations a parameter, forward and backward.
+    """
+    model = run.model
+    count = parameters(model.d_model, model.layers, model.vocab or BYTES)
+    tokens = model.context * run.data.batch * run.method.micro_steps(1) * run.run.nodes
+    return STALL_SECONDS + 6 * count * tokens / SLOWEST
+
+
 class Demo:
     """One demo. :meth:`run` does it all; children have ended when it returns or raises."""
 
     def __init__(
-        self, options: Options, console: Console, clock: Callable[[], float] = time.monotonic
+        self,
+        options: Options,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.options = options
         self.files = Files(options.out.resolve())
         self.history = History()  # of the run, once its file is read
         self._console = console
         self._clock = clock
+        self._sleep = sleep
         self._screen = Screen(console, clock)
         self._data = DataConfig()
+        self._patience: dict[str, float] = {}
         self._names = [f"node-{index + 1}" for index in range(options.nodes)]
 
     def run(self) -> Results:
@@ -147,6 +182,7 @@ class Demo:
         run_file, baseline_file = run_files(self.options)
         run = RunFile.parse(run_file)
         self._data, self.history = run.data, History(run.method.micro_steps(1))
+        self._patience = {"votes": patience(run), "baseline": patience(RunFile.parse(baseline_file))}
         files = self.files
         files.prepare(["coordinator", *self._names, "baseline"], files.checkpoint, files.picture)
         self.files.run.write_text(run_file, encoding="utf-8")
@@ -176,6 +212,8 @@ class Demo:
             self._console.print(Panel(sample, title="it writes", title_align="left", expand=False))
         self._screen.say(f"picture {self.options.out / self.files.picture.name}")
         self._screen.say(f"numbers {self.options.out / self.files.results.name}")
+        curve = self.options.out / self.files.journal.name / ROUNDS
+        self._screen.say(f"logs    {curve}; of each node a .csv of its rounds, a .jsonl of its events")
 
     # ---------------------------------------------------------------------------------------- processes
 
@@ -197,30 +235,32 @@ class Demo:
         )  # fmt: skip
         self._screen.say(f"coordinator and {self.options.nodes} nodes start; logs are in {self.options.out}")
         invite = self._invite(children)
-        nodes: list[Child] = []
+        mark, nodes = cpu_seconds(coordinator.pid), list[Child]()
         try:
             for name in self._names:
                 nodes.append(self._start_node(children, name, invite))
             with StatusClient(invite) as client, self._screen.shown():
-                self._follow(children, client)
+                self.follow(children, client, self._patience["votes"])
                 for node in nodes:
                     children.wait(node, LEAVE_SECONDS)
                 children.check()
-                self.history.add(client.fetch(), self._clock())
+                self.history.add(client.fetch(LEAVE_SECONDS), self._clock())
                 self._show("done")
         except BaseException:
             children.stop(nodes)  # before their coordinator, so that they take their leave of it
             raise
-        seconds = self.history.reply.seconds
+        seconds, spent = self.history.reply.seconds, cpu_seconds(coordinator.pid) - mark
         children.stop([coordinator])
         logs = [EventReader(files.events(name)).new() for name in self._names]
-        return demo_results.course_of(self.options.method, logs, seconds), logs
+        course = demo_results.course_of(self.options.method, logs, seconds)
+        course.coordinator_seconds = spent
+        return course, logs
 
     def _start_node(self, children: Children, name: str, invite: Invite) -> Child:
         save = ("--save", str(self.files.checkpoint)) if name == self._names[0] else ()
         return self._start(
             children, name, "join", "--name", name, "--threads", "1", "--device", "cpu",
-            "--events", str(self.files.events(name)), *save, ATOLL_INVITE=str(invite),
+            *self.files.kept(name), *save, ATOLL_INVITE=str(invite),
         )  # fmt: skip
 
     def _invite(self, children: Children) -> Invite:
@@ -239,15 +279,27 @@ class Demo:
             if child.name == "coordinator" and child.code == 0:
                 raise ProcessError(child.fate())
 
-    def _follow(self, children: Children, client: StatusClient) -> None:
-        """Show the run until its last round."""
-        progress, since = -1, self._clock()
+    def follow(self, children: Children, source: Source, patience: float) -> None:
+        """Show the run until its last round.
+
+        A coordinator that does not answer while its process runs counts as one without a new round: where the
+        cores are taken an answer may be late.
+
+        Raises:
+            StatusError: no answer, and no new round for ``patience`` seconds.
+            ProcessError: a child has failed, or no new round for ``patience`` seconds.
+            UserError: the run has failed.
+        """
+        progress, since, told = -1, self._clock(), False
         while True:
             try:
-                reply = client.fetch()
+                reply = source.fetch()
             except StatusError:
                 self._alive(children)  # says more than a refused connection
-                raise
+                if self._clock() - since > patience:
+                    raise
+                self._sleep(POLL_SECONDS)
+                continue
             now = self._clock()
             self.history.add(reply, now)
             if reply.phase == "done":
@@ -256,14 +308,18 @@ class Demo:
                 raise UserError(f"the run failed: {reply.reason}")
             self._alive(children)
             self._show(f"{reply.phase}: {reply.reason}")
+            if not told and reply.round >= MEASURED:
+                told = True
+                if text := demo_view.outlook(self.history, self.options.baseline):
+                    self._screen.say(text)
             if reply.round > progress:
                 progress, since = reply.round, now
-            elif now - since > (START_SECONDS if reply.round == 0 else STALL_SECONDS):
+            elif now - since > patience:
                 raise ProcessError(
                     f"no new round for {now - since:.0f} s ({reply.phase}: {reply.reason}); "
                     + "\n".join(child.fate() for child in children.children)
                 )
-            time.sleep(POLL_SECONDS)
+            self._sleep(POLL_SECONDS)
 
     def _title(self) -> str:
         reply = self.history.reply
@@ -283,7 +339,7 @@ class Demo:
         self._screen.say(f"the same tokens in one process: {BASELINE_METHOD}")
         child = self._start(
             children, "baseline", "train", str(files.baseline), "--device", "cpu",
-            "--threads", str(baseline_threads()), "--events", str(files.events("baseline")),
+            "--threads", str(baseline_threads()), *files.kept("baseline"),
             threads=baseline_threads(),
         )  # fmt: skip
         first: float | None = None
@@ -300,7 +356,7 @@ class Demo:
                     self._show_baseline(rounds[-1])
                 if ended:
                     break
-                if self._clock() - since > (START_SECONDS if first is None else STALL_SECONDS):
+                if self._clock() - since > self._patience["baseline"]:
                     raise ProcessError(f"no new step for {self._clock() - since:.0f} s; {child.fate()}")
                 time.sleep(POLL_SECONDS)
         children.check()

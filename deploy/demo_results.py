@@ -36,7 +36,9 @@ class Course:
     step_bytes_down: float = 0.0
     tokens: int = 0  # of all nodes
     seconds: float = 0.0  # from the first to the last step
-    compute_share: float = math.nan  # forward and backward, of all CPU time of the nodes
+    busy_seconds: float = 0.0  # CPU time of the nodes in all rounds, without evaluations
+    compute_share: float = math.nan  # of it, in forward and backward
+    coordinator_seconds: float = 0.0  # CPU time of the coordinator since the nodes were started
     agreement: float = math.nan  # mean over steps and nodes
 
     @property
@@ -116,7 +118,7 @@ def course_of(method: str, logs: Sequence[Sequence[dict[str, Any]]], seconds: fl
     course.checks.sort()
     course.steps = sorted(losses)
     course.losses = [sum(v) / len(v) if v else math.nan for _, v in sorted(losses.items())]
-    course.compute_share = compute / busy if busy > 0 else math.nan
+    course.busy_seconds, course.compute_share = busy, compute / busy if busy > 0 else math.nan
     course.agreement = sum(agreements) / len(agreements) if agreements else math.nan
     return course
 

@@ -19,6 +19,7 @@ from protos.units import format_bytes, format_duration
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
+SOON_SECONDS = 180.0
 
 
 def spark(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
@@ -57,6 +58,19 @@ def pace(history: History) -> str:
         return ""
     rest = f", {format_duration(round(left / rate))} left" if left else ""
     return f"{number(rate, 1)} rounds/s{rest}"
+
+
+def outlook(history: History, baseline: bool) -> str:
+    """How long the demo will take by its pace so far, in words; empty where that is soon."""
+    rate, left = history.rounds_per_second, history.reply.rounds - history.reply.round
+    if not rate > 0 or left / rate < SOON_SECONDS:
+        return ""
+    more = ", and the single process beside them as long again or longer" if baseline else ""
+    shorter = "--rounds or --no-baseline" if baseline else "--rounds"
+    return (
+        f"a round takes {format_duration(1 / rate)}: the {left:,} rounds that are left take about "
+        f"{format_duration(round(left / rate))}{more}; {shorter} makes it shorter"
+    )
 
 
 def view(history: History, title: str, note: str = "") -> RenderableType:

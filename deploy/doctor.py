@@ -44,7 +44,7 @@ def deviations(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"nodes have left the common state {_times(counted)}",
-            "the coordinator's log says which; its --events FILE tells this command more",
+            "the coordinator's log says which; its events.jsonl tells this command more",
         )
     if not counted and not times and (evidence.status or _of(evidence, of_coordinator.DigestAgreed)):
         yield Finding("ok", "no node has left the common state")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.options import Json
+from deploy.options import Json, TlsCaOption, TlsCertOption, TlsKeyOption
 from deploy.terminal import console
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
     from deploy.finding import Finding
     from protos.invite import Invite
+    from protos.tls import ClientTls
 
 EXAMPLES = (
-    "Examples: atoll doctor atoll://TOKEN@gpu1.example.org:4600\n\n"
-    "atoll doctor atoll://TOKEN@gpu1.example.org:4600 --peer-listen 0.0.0.0:4700\n\n"
+    "Examples: atoll doctor atoll://TOKEN@gpu1.example.org:4600/PIN\n\n"
+    "atoll doctor atoll://TOKEN@gpu1.example.org:4600/PIN --peer-listen 0.0.0.0:4700\n\n"
     "atoll doctor journal coordinator.jsonl reef.jsonl lagoon.jsonl"
 )
 STATUS_SECONDS = 2.5  # for the status of a coordinator that has answered just before
@@ -34,7 +35,7 @@ def doctor(
         list[str],
         typer.Argument(
             metavar="SOURCE...",
-            help="The invite of a run, the folder of a coordinator's journal, logs of --events.",
+            help="The invite of a run, the folder of a coordinator's journal, logs of events.",
         ),
     ],
     peer_listen: Annotated[
@@ -52,6 +53,9 @@ def doctor(
             help="Ask a run for its status only: test neither the way to its coordinator nor this machine.",
         ),
     ] = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
     as_json: Json = False,
 ) -> None:
     """Say what is wrong with a run, or with this machine's way to it, and what to do about it.
@@ -62,19 +66,22 @@ def doctor(
     from deploy.doctor import examine
     from deploy.evidence import gather, invite_of
     from deploy.finding import Finding, worst_first
+    from deploy.invitation import client_tls
     from deploy.status import TIMEOUT_SECONDS, StatusError
+    from protos.tls import PINNED
 
     def note(text: str) -> None:
         typer.echo(f"note: {text}", err=True)
 
     invite, others = invite_of(sources)
+    tls = PINNED if invite is None else client_tls(invite, tls_ca, tls_cert, tls_key)
     if invite is None or offline:
-        findings = examine(gather(sources, note, TIMEOUT_SECONDS))
+        findings = examine(gather(sources, note, TIMEOUT_SECONDS, tls))
     else:
         with console(stderr=True).status("looking at this machine") as moving:
-            findings, answered = _surroundings(invite, peer_listen, moving.update)
+            findings, answered = _surroundings(invite, tls, peer_listen, moving.update)
         try:
-            findings += examine(gather(sources if answered else others, note, STATUS_SECONDS))
+            findings += examine(gather(sources if answered else others, note, STATUS_SECONDS, tls))
         except StatusError as error:
             findings += examine(gather(others, note))
             findings.append(Finding("bad", str(error), "try again, and look at the coordinator's load"))
@@ -89,7 +96,7 @@ def doctor(
 
 
 def _surroundings(
-    invite: Invite, peer_listen: str | None, say: Callable[[str], None]
+    invite: Invite, tls: ClientTls, peer_listen: str | None, say: Callable[[str], None]
 ) -> tuple[list[Finding], bool]:
     """What is found between this machine and the coordinator, and whether that answers."""
     from deploy import doctor_machine, doctor_network, doctor_probe
@@ -103,7 +110,7 @@ def _surroundings(
     with doctor_machine.Question() as question:
         network = process_network().open()
         try:
-            looking = doctor_probe.look(invite, say, listen=listen, budget=budget)
+            looking = doctor_probe.look(invite, say, listen=listen, budget=budget, tls=tls)
             facts = network.call(looking, budget + _SPARE_SECONDS, "looking at the network")
         finally:
             network.close()

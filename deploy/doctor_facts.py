@@ -89,6 +89,7 @@ class NetworkFacts:
         address: HOST:PORT of the invite.
         own: addresses of this machine, on the connections that stood.
         answer: of the coordinator; without one, ``trouble`` says of which kind and in words why.
+        insecure: whether the invite is for a coordinator without TLS.
         proxy: the setting that names a proxy for such calls.
         listening: where this machine was tried, HOST:PORT as the coordinator sees it.
         seen: connections from one local port to different places.
@@ -102,6 +103,7 @@ class NetworkFacts:
     connects: tuple[Connect, ...] = ()
     answer: Answer | None = None
     trouble: tuple[Kind, str] | None = None
+    insecure: bool = False
     proxy: str = ""
     listening: Trial | None = None
     seen: tuple[Seen, ...] = ()

@@ -17,6 +17,7 @@ from typing import Final
 
 from deploy.accelerators import Accelerator
 from deploy.finding import Finding
+from protos import extras
 from protos.units import format_bytes
 from protos.version import version_of
 
@@ -160,7 +161,7 @@ def room(facts: MachineFacts) -> Iterator[Finding]:
 def versions(facts: MachineFacts) -> Iterator[Finding]:
     """What is installed."""
     packages = ", ".join(f"{name} {version or '(unknown)'}" for name, version in facts.versions)
-    swarm = "with the swarm" if facts.swarm else "without the swarm (pip install 'atoll[swarm]' adds it)"
+    swarm = "with the swarm" if facts.swarm else f"without the swarm (to add it: {extras.hint('swarm')})"
     atoll = version_of("atoll") or "from a source tree"
     yield Finding("ok", f"Atoll {atoll} {swarm}, Python {platform.python_version()}, {packages}")
 

@@ -72,6 +72,10 @@ def ports(facts: NetworkFacts) -> Iterator[Finding]:
 _TROUBLES: Final[dict[Kind, str]] = {
     Kind.TOKEN: "ask for the run's present invite; its coordinator prints it (--invite-file keeps it)",
     Kind.STRANGER: "check the port in the invite; if it is right, install the coordinator's version of Atoll",
+    Kind.CERTIFICATE: "compare with the invite that the coordinator prints, and use that from a safe source",
+    Kind.PLAINTEXT: "ask the coordinator's owner whether it is meant to be without TLS, and for its invite",
+    Kind.ENCRYPTED: "ask for the run's present invite; its coordinator prints it (--invite-file keeps it)",
+    Kind.HANDSHAKE: "give the options --tls-… that the coordinator's owner asks for",
     Kind.NOBODY_LISTENS: "start the coordinator, or have the invite name the port that it prints",
     Kind.NAME: "check the spelling of the host, and this machine's DNS",
     Kind.UNREACHABLE: "open the coordinator's port in the firewalls on the way",
@@ -108,6 +112,16 @@ def answers(facts: NetworkFacts) -> Iterator[Finding]:
     )
 
 
+def encryption(facts: NetworkFacts) -> Iterator[Finding]:
+    """Whether the connection is protected."""
+    if facts.answer is not None and facts.insecure:
+        yield Finding(
+            "warn",
+            "the connection to the coordinator is insecure: nothing is encrypted, nothing proves who answers",
+            "start the coordinator without --insecure, and give its nodes the invite that it prints then",
+        )
+
+
 def versions(facts: NetworkFacts) -> Iterator[Finding]:
     """Whether both sides understand each other."""
     answer = facts.answer
@@ -119,7 +133,7 @@ def versions(facts: NetworkFacts) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"{text}; this machine speaks protocol {PROTOCOL}",
-            f"install the same version on both: pip install atoll=={its}"
+            f"install the same version on both: here the wheel or the checkout of {its}"
             if its
             else "install the same source tree on both",
         )
@@ -279,6 +293,7 @@ CHECKS: Final[tuple[Callable[[NetworkFacts], Iterable[Finding]], ...]] = (
     names,
     ports,
     answers,
+    encryption,
     versions,
     clock,
     translation,

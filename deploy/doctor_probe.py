@@ -21,8 +21,10 @@ from node.exchange.retry import within
 from node.exchange.trouble import Trouble
 from protos import atoll_pb2 as pb
 from protos.address import Address, AddressError
+from protos.certificate import made
 from protos.invite import Invite
 from protos.listening import ListenError
+from protos.tls import PINNED, ClientTls
 
 BUDGET: Final = 12.0  # seconds for everything here
 LOOKUP_SECONDS: Final = 3.0
@@ -63,7 +65,12 @@ class Steps:
 
 
 async def look(
-    invite: Invite, say: Say, *, listen: Address = ANYWHERE, budget: float = BUDGET
+    invite: Invite,
+    say: Say,
+    *,
+    listen: Address = ANYWHERE,
+    budget: float = BUDGET,
+    tls: ClientTls = PINNED,
 ) -> NetworkFacts:
     """Find out about the way to a coordinator. Never raises for what it finds.
 
@@ -72,9 +79,10 @@ async def look(
         say: is told what is being tried.
         listen: where this machine listens while the coordinator tries to connect to it.
         budget: seconds for all of it.
+        tls: what this machine brings beside the invite.
     """
     steps = Steps(budget, say)
-    facts = NetworkFacts(invite.address, proxy=_proxy())
+    facts = NetworkFacts(invite.address, proxy=_proxy(), insecure=invite.insecure)
     lookups = await steps.do(LOOKUP_SECONDS + 1, f"resolving {invite.host}", _lookups(invite.host, steps))
     facts = replace(facts, lookups=lookups)
     found = [address for one in lookups for address in one.addresses[:ADDRESSES]]
@@ -83,7 +91,7 @@ async def look(
     connecting = asyncio.gather(*(_connect(address, invite.port, steps) for address in found))
     connects = await steps.do(CONNECT_SECONDS + 1, f"connecting to {invite.address}", connecting)
     facts = replace(facts, connects=tuple(connects))
-    probe = Probe(invite, steps.left(CALL_SECONDS))
+    probe = Probe(invite, steps.left(CALL_SECONDS), tls=tls)
     probe.open()
     try:
         say(f"asking the coordinator at {invite.address}")
@@ -95,10 +103,12 @@ async def look(
         say("measuring the link")
         facts = await _measured(facts, probe, steps)
         say("trying whether this machine and the others can be connected to")
-        tried = reply.peers[:PEERS]
+        tried = _peers(reply)[:PEERS]
         (listening, seen), peers = await asyncio.gather(
-            asyncio.gather(_listening(invite, listen, reply, steps), _seen(invite, facts, reply, steps)),
-            asyncio.gather(*(_peer(address, reply.run_digest, steps) for address in tried)),
+            asyncio.gather(
+                _listening(invite, tls, listen, reply, steps), _seen(invite, tls, facts, reply, steps)
+            ),
+            asyncio.gather(*(_peer(*peer, reply.run_digest, steps) for peer in tried)),
         )
         more = len(reply.peers) - len(tried)
         return replace(facts, listening=listening, seen=seen, peers=tuple(peers), more_peers=more)
@@ -172,15 +182,18 @@ async def _measured(facts: NetworkFacts, probe: Probe, steps: Steps) -> NetworkF
     return replace(facts, up=up, down=down)
 
 
-async def _listening(invite: Invite, listen: Address, reply: pb.ProbeReply, steps: Steps) -> Trial:
+async def _listening(
+    invite: Invite, tls: ClientTls, listen: Address, reply: pb.ProbeReply, steps: Steps
+) -> Trial:
     """Listen as a node does, for as long as the coordinator tries to connect."""
-    carrier = DirectCarrier(_nobody, reply.run_digest)
-    probe = Probe(invite, steps.left(TRIAL_SECONDS))
+    credential = None if invite.insecure else made()
+    carrier = DirectCarrier(_nobody, reply.run_digest, credential=credential)
+    probe = Probe(invite, steps.left(TRIAL_SECONDS), tls=tls)
     probe.open()
     try:
         real = await carrier.listen(listen, "--peer-listen")
         address = str(Address(reply.host, real.port)) if reply.host else str(real)
-        return Trial(address, (await probe.ask(real.port)).why_not)
+        return Trial(address, (await probe.ask(real.port, credential.der if credential else b"")).why_not)
     except (ListenError, Trouble) as error:
         return Trial(str(listen), str(error))
     finally:
@@ -188,7 +201,9 @@ async def _listening(invite: Invite, listen: Address, reply: pb.ProbeReply, step
         await carrier.close()
 
 
-async def _seen(invite: Invite, facts: NetworkFacts, reply: pb.ProbeReply, steps: Steps) -> tuple[Seen, ...]:
+async def _seen(
+    invite: Invite, tls: ClientTls, facts: NetworkFacts, reply: pb.ProbeReply, steps: Steps
+) -> tuple[Seen, ...]:
     """Connections from one local port to the coordinator, and to nodes, as they see them."""
     stood = next((one for one in facts.connects if not one.problem), None)
     if stood is None or facts.proxy:
@@ -197,20 +212,22 @@ async def _seen(invite: Invite, facts: NetworkFacts, reply: pb.ProbeReply, steps
     outlet = Outlet(socket.AF_INET6 if ":" in where.host else socket.AF_INET)
     try:
         through = await outlet.towards(where.host, where.port)
-        probe = Probe(replace(invite, host=through.host, port=through.port), steps.left(CALL_SECONDS))
+        to = replace(invite, host=through.host, port=through.port)
+        probe = Probe(to, steps.left(CALL_SECONDS), tls=tls)
         probe.open()
         try:
             told = await probe.ask()
         finally:
             await probe.close()
         found = [Seen(str(where), outlet.port, str(Address(told.host, told.from_port)))]
-        for address in reply.peers[:PEERS]:
+        for address, certificate in _peers(reply)[:PEERS]:
             if len(found) == DESTINATIONS:
                 break
             node = await _resolved(address, outlet.family)
             if node is not None and node != where:
                 through = await outlet.towards(node.host, node.port)
-                met = await meet(str(through), reply.run_digest, steps.left(PEER_SECONDS))
+                left = steps.left(PEER_SECONDS)
+                met = await meet(str(through), reply.run_digest, left, certificate=certificate)
                 if not met.why_not and met.seen:
                     found.append(Seen(address, outlet.port, met.seen))
         return tuple(found)
@@ -232,8 +249,16 @@ async def _resolved(address: str, family: socket.AddressFamily) -> Address | Non
     return Address(str(found[0][4][0]), where.port)
 
 
-async def _peer(address: str, run_digest: str, steps: Steps) -> Trial:
-    return Trial(address, await reach(address, run_digest, steps.left(PEER_SECONDS)))
+def _peers(reply: pb.ProbeReply) -> list[tuple[str, bytes]]:
+    """Nodes of the run, and the certificates that they show."""
+    if len(reply.certificates) != len(reply.peers):
+        return []
+    return list(zip(reply.peers, reply.certificates, strict=True))
+
+
+async def _peer(address: str, certificate: bytes, run_digest: str, steps: Steps) -> Trial:
+    left = steps.left(PEER_SECONDS)
+    return Trial(address, await reach(address, run_digest, left, certificate=certificate))
 
 
 async def _nobody(stream: PeerStream) -> None:

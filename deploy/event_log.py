@@ -50,6 +50,8 @@ class EventLog:
     Args:
         path: the file; what is there already stays.
         who: writes it; a node that has joined is called by its identity within the run.
+        keep: bytes after which the file is begun anew; the full one is kept beside it, as ``NAME.1.jsonl``,
+            in the place of the one before. ``None``: it grows without limit.
         clock: seconds since 1970.
         warn: gets the text about trouble.
 
@@ -62,11 +64,13 @@ class EventLog:
         path: Path,
         who: str,
         *,
+        keep: int | None = None,
         clock: Callable[[], float] = time.time,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self.who = who
         self._path = path
+        self._keep = keep
         self._clock = clock
         self._warn = warn
         self._lock = threading.Lock()
@@ -93,6 +97,9 @@ class EventLog:
     def _write(self, event: Event) -> bool:
         line = b"\n" * self._torn + self._line(event)
         try:
+            if self._keep is not None and self._file.tell() + len(line) > self._keep:
+                self._begin_anew()
+                line = line.lstrip(b"\n")
             written = self._file.write(line) or 0  # 0: a pipe that is full and does not block
         except OSError as error:
             self._trouble(error.strerror or str(error))
@@ -103,6 +110,14 @@ class EventLog:
             return False
         self._torn = False
         return True
+
+    def _begin_anew(self) -> None:
+        """The full file makes room for a new one, to which everything is written from now on."""
+        if self._path.exists():  # not the second time, after the new one could not be opened
+            self._path.replace(self._path.with_suffix(f".1{self._path.suffix}"))
+        fresh = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file, self._torn = fresh, False
 
     def _line(self, event: Event) -> bytes:
         at = datetime.datetime.fromtimestamp(self._clock(), datetime.timezone.utc)
@@ -247,6 +262,6 @@ def read_lines(path: Path, skipped: Callable[[str], None] = lambda text: None) -
             if not isinstance(values, dict) or not isinstance(values.get("event"), str):
                 raise UserError(
                     f"{path} is no log of events: line {number} is not an event as a JSON object; give a "
-                    "file that 'atoll coordinator', 'atoll join' or 'atoll train' wrote with --events FILE"
+                    "file that 'atoll coordinator', 'atoll join' or 'atoll train' wrote, such as events.jsonl"
                 )
             yield Line(number, values["event"], values)

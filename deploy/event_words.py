@@ -64,12 +64,43 @@ def _of_coordinator(event: events.Event) -> str:
     if isinstance(event, events.JournalTrouble):
         return f"journal: {event.text}{'; the run cannot go on' if event.fatal else ''}"
     if isinstance(event, events.RunPaused):
-        return f"the administrator pauses the run after {event.round} rounds: {event.reason}"
+        return f"the administrator{_by(event.by)} pauses the run after {event.round} rounds: {event.reason}"
     if isinstance(event, events.RunUnpaused):
-        return f"the administrator lets the run go on after {event.round} rounds"
+        return f"the administrator{_by(event.by)} lets the run go on after {event.round} rounds"
     if isinstance(event, events.NodeExpelled):
         return f"the administrator expels {event.node} ({event.name}): {event.reason}"
+    if isinstance(event, events.NodeSuspected):
+        if event.action == "none":
+            return f"{event.node} ({event.name}) is under suspicion no more since round {event.round + 1}"
+        return (
+            f"{event.node} ({event.name}) is under suspicion after round {event.round + 1} ({event.action}): "
+            f"{event.reason}"
+        )
+    if isinstance(event, events.SliceDisputed):
+        return (
+            f"the slice that {event.node} ({event.name}) reduced in round {event.round + 1} is in question "
+            f"({event.outcome}): {event.reason}"
+        )
+    if isinstance(event, (events.TokenAdded, events.TokenEnded, events.TokenUsed, events.AccessRefused)):
+        return _access(event)
     return f"{event.phase} after {event.round} rounds: {event.reason}"
+
+
+def _access(event: events.TokenAdded | events.TokenEnded | events.TokenUsed | events.AccessRefused) -> str:
+    if isinstance(event, events.AccessRefused):
+        whose = f" with the token {event.token}" if event.token else ""
+        times = f", {event.times} times" if event.times > 1 else ""
+        return f"a call from {event.host}{whose} is refused{times} ({event.kind}): {event.reason}"
+    what = f"the token {event.token} ({event.role})"
+    if isinstance(event, events.TokenAdded):
+        return f"{what} is new"
+    if isinstance(event, events.TokenEnded):
+        return f"{what} is valid no more: {event.reason}"
+    return f"{what} is used from {event.host}"
+
+
+def _by(name: str) -> str:
+    return f" ({name})" if name else ""
 
 
 def _round(event: events.RoundOpened | events.RoundCommitted) -> str:

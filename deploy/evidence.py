@@ -19,7 +19,8 @@ from deploy.invitation import FILE_MARK, given
 from deploy.moments import Moment, read_moments
 from deploy.status import TIMEOUT_SECONDS, StatusClient
 from protos import atoll_pb2 as pb
-from protos.invite import SCHEME, Invite
+from protos.invite import INSECURE, SCHEME, Invite
+from protos.tls import PINNED, ClientTls
 
 RECENT: Final = 64  # rounds of a journal that are looked at
 
@@ -64,20 +65,28 @@ def invite_of(sources: Sequence[str]) -> tuple[Invite | None, list[str]]:
         InviteError: it cannot be read.
         UserError: there are several, or a file that holds none.
     """
-    invites = [text for text in sources if text.lower().startswith((f"{SCHEME}://", FILE_MARK))]
+    invites = [
+        text for text in sources if text.lower().startswith((f"{SCHEME}://", f"{INSECURE}://", FILE_MARK))
+    ]
     if len(invites) > 1:
         raise UserError("one run at a time: give one invite")
     invite = given(invites[0]) if invites else None
     return invite, [text for text in sources if text not in invites]
 
 
-def gather(sources: Sequence[str], note: Callable[[str], None], seconds: float = TIMEOUT_SECONDS) -> Evidence:
+def gather(
+    sources: Sequence[str],
+    note: Callable[[str], None],
+    seconds: float = TIMEOUT_SECONDS,
+    tls: ClientTls = PINNED,
+) -> Evidence:
     """Look at invites (``atoll://…``, ``@FILE``), folders of journals, and logs of events.
 
     Args:
         sources: these.
         note: is told what is odd about a log.
         seconds: for the status of a run.
+        tls: what this machine brings beside the invite.
 
     Raises:
         InviteError, StatusError: of an invite.
@@ -89,7 +98,7 @@ def gather(sources: Sequence[str], note: Callable[[str], None], seconds: float =
     paths = [Path(text) for text in others]
     status = None
     if invite is not None:
-        with StatusClient(invite) as client:
+        with StatusClient(invite, tls) as client:
             status = client.fetch(seconds)
     journals = tuple(journal_facts(path) for path in paths if path.is_dir())
     logs = [path for path in paths if not path.is_dir()]

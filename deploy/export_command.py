@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from deploy.options import Json
 
 EXAMPLES = (
     "Examples: atoll export checkpoints -o model.safetensors\n\n"
@@ -39,6 +43,7 @@ def export(
     ],
     dtype: Annotated[Precision, typer.Option(help="Of the weights in the file.")] = Precision.fp32,
     force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint's model for other programs: a safetensors file or a Hugging Face folder."""
     import torch
@@ -47,6 +52,9 @@ def export(
 
     wanted = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}[dtype]
     written = write(folder, out, dtype=wanted, force=force)
+    if as_json:
+        typer.echo(json.dumps({**asdict(written), "path": str(written.path)}))
+        return
     typer.echo(
         f"wrote {written.path}: {written.tensors} tensors, {written.nbytes:,} bytes, run {written.run} "
         f"after {written.round} rounds"

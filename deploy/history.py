@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from deploy.ring import Traffic
 from protos import atoll_pb2 as pb
 
-WINDOW_SECONDS = 10.0  # the pace is that of the last so many seconds
+WINDOW_SECONDS = 10.0  # the pace is that of the last so many seconds,
+MARKS = 3  # or of the last two rounds, where they take longer
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class History:
         self.steps = steps
         self.reply = pb.StatusReply()
         self._points: dict[int, Point] = {}
-        self._samples: deque[tuple[float, int, int]] = deque()  # time, rounds, tokens
+        self._tokens = 0
+        self._marks: deque[tuple[float, int, int]] = deque()  # time, rounds, tokens, whenever there are more
 
     def add(self, reply: pb.StatusReply, now: float) -> None:
         """Take a status in; points that come again replace their earlier form."""
@@ -49,10 +51,11 @@ class History:
                 point.agreement,
                 point.tokens,
             )
-        tokens = max((point.tokens for point in reply.curve), default=0)
-        self._samples.append((now, reply.round, tokens))
-        while now - self._samples[0][0] > WINDOW_SECONDS and len(self._samples) > 2:
-            self._samples.popleft()
+        self._tokens = max((point.tokens for point in reply.curve), default=0)
+        if reply.round > (self._marks[-1][1] if self._marks else 0):
+            self._marks.append((now, reply.round, self._tokens))
+        while len(self._marks) > MARKS and now - self._marks[0][0] > WINDOW_SECONDS:
+            self._marks.popleft()
 
     @property
     def points(self) -> list[Point]:
@@ -71,7 +74,10 @@ class History:
 
     @property
     def rounds_per_second(self) -> float:
-        """Over the last :data:`WINDOW_SECONDS`, or the whole run once it is done; NaN before two statuses."""
+        """From round to round over the last :data:`WINDOW_SECONDS`, or the whole run once it is done.
+
+        NaN before the second round.
+        """
         return self._rate(1)
 
     @property
@@ -81,10 +87,10 @@ class History:
 
     def _rate(self, column: int) -> float:
         if self.reply.phase == "done" and self.reply.seconds > 0:  # the whole run's
-            return self._samples[-1][column] / self.reply.seconds
-        if len(self._samples) < 2:
+            return (0, self.reply.round, self._tokens)[column] / self.reply.seconds
+        if len(self._marks) < 2:
             return math.nan
-        first, last = self._samples[0], self._samples[-1]
+        first, last = self._marks[0], self._marks[-1]
         seconds = last[0] - first[0]
         return (last[column] - first[column]) / seconds if seconds > 0 else math.nan
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from deploy.errors import UserError
 from protos.address import Address
 from protos.invite import Invite
 
+if TYPE_CHECKING:
+    from protos.tls import ClientTls
+
 FILE_MARK: Final = "@"  # before the name of a file with an invite in it
 _POLL_SECONDS: Final = 0.2
+
+log = logging.getLogger(__name__)
 
 # Addresses set aside for documentation: connecting a datagram socket sends nothing, it only picks a route.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
@@ -80,6 +86,27 @@ def handed_over(invite: Invite, path: Path | None) -> Iterator[None]:
             path.unlink()
 
 
+def client_tls(invite: Invite, ca: Path | None, certificate: Path | None, key: Path | None) -> ClientTls:
+    """What a machine brings beside the invite, out of files.
+
+    Raises:
+        CertificateError: they hold something else.
+        UserError: they do not go together.
+    """
+    from protos.certificate import authority, loaded
+    from protos.tls import ClientTls
+
+    if (certificate is None) != (key is None):
+        raise UserError("--tls-cert and --tls-key go together: a certificate and its key")
+    if invite.insecure and (ca is not None or certificate is not None):
+        raise UserError(
+            "the invite is for an insecure coordinator (atoll+insecure://), which speaks no TLS: leave the "
+            "options --tls-… out, or ask for another invite"
+        )
+    own = None if certificate is None or key is None else loaded(certificate, key)
+    return ClientTls(b"" if ca is None else authority(ca), own)
+
+
 def given(
     text: str,
     wait: float = 0.0,
@@ -97,7 +124,7 @@ def given(
     """
     if not text.startswith(FILE_MARK):
         return Invite.parse(text)
-    path, end = Path(text[len(FILE_MARK) :]), now() + wait
+    path, end, told = Path(text[len(FILE_MARK) :]), now() + wait, False
     while True:
         try:
             return Invite.parse(path.read_text(encoding="utf-8"))
@@ -107,6 +134,9 @@ def given(
                 raise UserError(
                     f"there is no invite in {path}{waited}; 'atoll coordinator --invite-file' writes it there"
                 ) from None
+            if not told:
+                log.info("there is no invite in %s yet; waiting %g s for it", path, wait)
+                told = True
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"the invite cannot be read from {path}: {error}") from error
         sleep(_POLL_SECONDS)

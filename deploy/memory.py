@@ -79,7 +79,12 @@ class RankBytes:
 
 
 def rank_bytes(
-    method: MethodConfig, model: nn.Module, ranks: int, *, one_memory: bool = False
+    method: MethodConfig,
+    model: nn.Module,
+    ranks: int,
+    *,
+    one_memory: bool = False,
+    between: bool = False,
 ) -> list[RankBytes]:
     """Memory of every rank of an island, from shapes alone. Imports torch.
 
@@ -88,6 +93,8 @@ def rank_bytes(
         model: may be on the meta device.
         ranks: of the island.
         one_memory: see :func:`state_bytes`.
+        between: slices travel between nodes, so that rank 0 has the whole contribution and result beside its
+            own part of them.
 
     Raises:
         ValueError: a method that does not fit the model.
@@ -104,6 +111,7 @@ def rank_bytes(
     for rank, lane in enumerate(lanes_of(tables, owners, ranks)):
         held = [weight for weight in weights if owners[weight.name] == rank]
         elements = sum(prod(weight.shape) for weight in held)
+        leads = between and ranks > 1 and rank == 0
         scratch = SCRATCH * FP32_BYTES * max((prod(weight.shape) for weight in held), default=0)
         found.append(
             RankBytes(
@@ -112,10 +120,13 @@ def rank_bytes(
                 state=state_bytes(
                     method, [(weight.role, weight.shape) for weight in held], one_memory=one_memory
                 ),
-                contribution=lane.nbytes,
+                contribution=lane.nbytes + leads * tables.nbytes,
                 passes=whole,
                 step=scratch + _denominators(method, held) if method.has_local_steps else 0,
-                exchange=scratch + lane.result_nbytes + _proposed(method, held, lane),
+                exchange=scratch
+                + lane.result_nbytes
+                + leads * tables.result_nbytes
+                + _proposed(method, held, lane),
             )
         )
     return found

@@ -52,7 +52,7 @@ of each the Prometheus is chosen. Or let Grafana read them: put `deploy/monitori
 | Atoll: links | bytes of every link by direction and kind, ways in use, capacities, what each node moves |
 | Atoll: island | one node: phases, waiting, traffic between its ranks, update norm, CPU and memory |
 
-They are made by `python -m deploy.monitoring.dashboards` (`pip install 'atoll[dev]'`).
+They are made by `python -m deploy.monitoring.dashboards` (`make setup` has what it needs).
 
 Useful queries:
 

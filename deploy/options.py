@@ -18,6 +18,19 @@ InviteText = Annotated[
         help="What the coordinator printed: atoll://…, or @FILE that holds it.",
     ),
 ]
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Certificate of an authority, PEM: the coordinator has to show one that it has signed, for the "
+        "invite's host, instead of the one that the invite names.",
+    ),
+]
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Certificate of this machine, for a coordinator that asks for one."),
+]
+TlsKeyOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.")]
 MethodOption = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
 Sets = Annotated[
     list[str] | None,
@@ -53,7 +66,38 @@ MetricsOption = Annotated[
     typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics there; port 0 takes a free one."),
 ]
 EventsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write every event there, a JSON object a line.")
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Write every event there, a JSON object a line, instead of to events.jsonl."
+    ),
+]
+LogDirOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        envvar="ATOLL_LOG_DIR",
+        help="Keep rounds.csv and events.jsonl in a new folder in there, or 'off': keep none. If not given: "
+        "in the folder of --save, or in a new one in atoll-logs.",
+    ),
+]
+JournalLogDirOption = Annotated[  # of a coordinator
+    str | None,
+    typer.Option(
+        "--log-dir",
+        metavar="DIR",
+        envvar="ATOLL_LOG_DIR",
+        help="Keep rounds.csv and events.jsonl in a new folder in there, or 'off': keep none; with the "
+        "journal, if not given.",
+    ),
+]
+LogOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        metavar="KIND:PLACE",
+        help="Also write the figures of every round there: csv:FILE, tensorboard:DIR or wandb:PROJECT "
+        "(extras 'tensorboard', 'wandb'). May be given several times; csv: takes the place of rounds.csv.",
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Tell about joining and leaving, not about rounds.")]
 
@@ -120,6 +164,14 @@ SwarmRelayOption = Annotated[
         help="For a node that nobody can call, behind a router or a firewall: a node of the run through "
         "which others reach it, and which carries, and could read, what they send each other. May be given "
         "several times; the first that answers is taken.",
+    ),
+]
+IdentityOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Key that says who this node is, made if it is not there; node.key in the folder of --save, if "
+        "not given, and a new one each time without that.",
     ),
 ]
 SwarmIdentityOption = Annotated[

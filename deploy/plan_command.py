@@ -23,7 +23,7 @@ from protos.toml_writer import to_toml
 from protos.units import format_bytes, format_duration, format_rate, parse_count, parse_duration, parse_rate
 
 if TYPE_CHECKING:
-    from torch import nn
+    from optim.role import ParameterRole
 
 
 _BYTES: Final = ("up", "down", "peak", "bits")
@@ -62,7 +62,7 @@ class Answer:
 
 
 def answer(question: Question) -> Answer:
-    """Work it out. Imports torch, and `transformers` for a model of that kind.
+    """Work it out. Imports torch and `transformers` for a model of that kind alone.
 
     Raises:
         UnitError, UserError: a value that cannot be; the text says what to write.
@@ -70,13 +70,13 @@ def answer(question: Question) -> Answer:
         ModelError, RoleError: a model that cannot be built.
     """
     runfile = None if question.file is None else RunFile.load(question.file)
-    situation = _situation(question, runfile)
+    situation = situation_of(question, runfile)
     model = _model(question, runfile)
-    from node.model import model_on_meta
+    from node.shapes import roles_of
 
-    built = model_on_meta(model)
+    built = roles_of(model)
     offers = [] if runfile is None else [_own(runfile, built)]
-    offers += _offers(built, question.codec)
+    offers += measured_methods(built, question.codec)
     estimates = [estimate(offer, situation) for offer in offers]
     return Answer(
         model=model,
@@ -88,7 +88,12 @@ def answer(question: Question) -> Answer:
     )
 
 
-def _situation(question: Question, runfile: RunFile | None) -> Situation:
+def situation_of(question: Question, runfile: RunFile | None) -> Situation:
+    """The links and nodes that a user means.
+
+    Raises:
+        UnitError, UserError: a value that cannot be.
+    """
     nodes = question.nodes if question.nodes is not None else (runfile.run.nodes if runfile else None)
     if nodes is None:
         raise UserError("how many nodes take part? give --nodes, or a run file")
@@ -136,7 +141,7 @@ def _model(question: Question, runfile: RunFile | None) -> ModelConfig:
     return ModelConfig(name=name, vocab=question.vocab)
 
 
-def _own(runfile: RunFile, built: nn.Module) -> Offer:
+def _own(runfile: RunFile, built: Sequence[ParameterRole]) -> Offer:
     """The run file's own method, first in the list. Its loss is known only if it is a measured one."""
     from deploy.costs import costs_of
 
@@ -158,7 +163,7 @@ def _method(name: str, values: Sequence[tuple[str, Any]], codec: str | None) -> 
         raise UserError(f"--codec {codec} with {name}: {rules}") from error
 
 
-def _offers(built: nn.Module, codec: str | None) -> list[Offer]:
+def measured_methods(built: Sequence[ParameterRole], codec: str | None) -> list[Offer]:
     """The measured methods, in the order of their losses; with another codec the loss is open."""
     from deploy.costs import costs_of
 

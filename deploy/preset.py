@@ -50,15 +50,24 @@ def parse_assignment(text: str) -> tuple[Key, Any]:
 
 
 def run_text(values: Mapping[Key, Any], name: str = "run file") -> str:
-    """A commented run file with these values, the others being what follows from them.
+    """A commented run file with these values and every other key, being what follows from them.
 
     Raises:
         RunFileError: the values break a rule; ``name`` is what the text calls the file.
     """
+    return example_toml(run_of(values, name))
+
+
+def run_of(values: Mapping[Key, Any], name: str = "run file") -> RunFile:
+    """A run with these values.
+
+    Raises:
+        RunFileError: they break a rule; ``name`` is what the text calls the file.
+    """
     sections: dict[str, dict[str, Any]] = {}
     for (section, key), value in values.items():
         sections.setdefault(section, {})[key] = value
-    return example_toml(RunFile.parse(to_toml(sections), name))
+    return RunFile.parse(to_toml(sections), name)
 
 
 def with_rounds(values: Mapping[Key, Any], name: str = "run file") -> dict[Key, Any]:
@@ -71,7 +80,7 @@ def with_rounds(values: Mapping[Key, Any], name: str = "run file") -> dict[Key, 
     """
     if ("run", "rounds") in values:
         return dict(values)
-    run = RunFile.parse(run_text(values, name))
+    run = run_of(values, name)
     steps = run.method.micro_steps(1)
     if steps == 1:
         return dict(values)

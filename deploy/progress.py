@@ -46,6 +46,8 @@ def sentence(event: events.Event) -> str:
     if isinstance(event, events.RoundMissed):
         return f"round {event.round + 1} was decided without this node: {event.reason}"
     if isinstance(event, events.Replayed):
+        if not event.count:
+            return f"nothing to catch up with: the state after round {event.first} is the latest"
         last = event.first + event.count
         rounds = f"rounds {event.first + 1} to {last}" if event.count != 1 else f"round {last}"
         return f"caught up with {rounds}: {_transfer(event.nbytes, event.seconds)}"

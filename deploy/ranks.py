@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from deploy.exit_codes import NOT_LAUNCHED
 from deploy.processes import PARENT_KEY
 
 GRACE_SECONDS = 600  # after Ctrl-C, for the round in progress, its checkpoint and the farewell
@@ -62,7 +63,7 @@ def run_ranks(ranks: int, arguments: Sequence[str]) -> int:
             if failure.exitcode < 0:
                 print(f"atoll: {_killed(rank, failure.pid, -failure.exitcode)}", file=sys.stderr)
         failure = error.failures.get(0) or error.get_first_failure()[1]
-        return failure.exitcode if failure.exitcode > 0 else 1
+        return failure.exitcode if failure.exitcode > 0 else NOT_LAUNCHED.code
     return 0
 
 

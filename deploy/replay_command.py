@@ -13,7 +13,7 @@ EXAMPLE = "Example: atoll replay coordinator.jsonl reef.jsonl lagoon.jsonl --fro
 def replay(
     events: Annotated[
         list[Path],
-        typer.Argument(metavar="EVENTS...", help="What --events of a coordinator and of nodes wrote."),
+        typer.Argument(metavar="EVENTS...", help="events.jsonl of a coordinator and of nodes."),
     ],
     speed: Annotated[float, typer.Option(min=1e-3, help="So many times as fast as it happened.")] = 1.0,
     start: Annotated[

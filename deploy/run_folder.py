@@ -39,6 +39,13 @@ class RunFolder:
     def events(self, name: str) -> Path:
         return self.out / f"{name}.jsonl"
 
+    def rounds(self, name: str) -> Path:
+        return self.out / f"{name}.csv"
+
+    def kept(self, name: str) -> tuple[str, ...]:
+        """Options of a node by which its logs go here."""
+        return ("--events", str(self.events(name)), "--log", f"csv:{self.rounds(name)}")
+
     def prepare(self, names: Sequence[str], *others: Path) -> None:
         """Make the folder and remove what an earlier run of these processes has left in it.
 
@@ -49,7 +56,7 @@ class RunFolder:
         Raises:
             UserError: it cannot be written to.
         """
-        logs = [path for name in names for path in (self.log(name), self.events(name))]
+        logs = [path for name in names for path in (self.log(name), self.events(name), self.rounds(name))]
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             for path in (self.invite, self.results, self.journal, *logs, *others):

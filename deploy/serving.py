@@ -7,28 +7,42 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from coordinator.events import ignore
+from coordinator.access import Access
+from coordinator.events import Event
 from coordinator.journal_file import FileJournal
-from coordinator.journal_folder import KEEP_BYTES, JournalFolder
+from coordinator.journal_folder import CERTIFICATE, KEEP_BYTES, JournalFolder
 from coordinator.service import Outcome, Started, run_coordinator
 from deploy.costs import Costs, run_costs
 from deploy.dashboard import announce, watching
+from deploy.errors import UserError
 from deploy.event_log import EventLog
 from deploy.invitation import advertised_host, handed_over
+from deploy.logs import KeptLogs, LogFolder
 from deploy.narration import Narrator
+from deploy.run_table import RunTable
 from deploy.status import StatusClient
 from deploy.table import ways
+from deploy.tokens import keep_where, prepared
+from protos import certificate
 from protos.address import Address
-from protos.invite import Invite, check_token, new_token
+from protos.certificate import CertificateError, Credential
+from protos.invite import Invite, new_token
 from protos.runfile import RunFile
+from protos.tls import remember
 
 log = logging.getLogger("atoll.coordinator")
 
 OFF = "off"
+WHO: Final = "coordinator"  # in logs
+UNKNOWN: Final = "TOKEN"  # where the secret of an invite is not known
+INSECURE_WORDS: Final = (
+    "INSECURE (--insecure): everybody on the way can read and change what nodes send, join with the token "
+    "that they show, and take this coordinator's place"
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,8 @@ class Choices:
     """What the command line says beside the run file; ``None`` leaves it to the run file or to chance.
 
     ``journal`` is the folder of the journal, that of the run's name by default, and ``keep_bytes`` what it
-    keeps of results; ``snapshot_every`` 0 leaves the rounds between two snapshots to the coordinator.
+    keeps of results; ``snapshot_every`` 0 leaves the rounds between two snapshots to the coordinator. Without
+    ``tls_cert`` and ``tls_key`` it makes a certificate of its own; ``insecure`` does without any.
     """
 
     listen: Address | None = None
@@ -50,8 +65,13 @@ class Choices:
     keep_bytes: int = KEEP_BYTES
     snapshot_every: int = 0
     events: Path | None = None
+    log_dir: str | None = None
     dashboard: str | None = None
     admin_token: str | None = field(default=None, repr=False)
+    insecure: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
 
 
 def metrics_address(runfile: RunFile, choices: Choices, listen: Address) -> Address | None:
@@ -89,6 +109,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
 
     Raises:
         InviteError, AddressError, UserError: a choice that cannot be used.
+        TokenError: the book of tokens cannot be used.
         JournalError: the folder of the journal cannot be used.
         ListenError, MetricsError, DashboardError: an address that is taken or not this machine's.
         ModelError, RoleError, UserError: a run file whose model cannot be built.
@@ -97,6 +118,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
     host = advertised_host(listen, choices.advertise)
     # A host or a token that no invite can hold is found before the wait for torch.
     Invite(new_token() if choices.token is None else choices.token, host, listen.port or 1)
+    given = given_credential(choices)
     costs = run_costs(runfile)
     with ExitStack() as stack:
         folder = stack.enter_context(opened(runfile, costs, choices))
@@ -107,30 +129,55 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
                 "of this file give another folder with --journal"
             )
             return 0
-        token = choices.token or folder.token or new_token()
-        check_token(token)
-        folder.keep_token(token)
-        shown = watching(choices.dashboard, choices.admin_token, folder)
-        log_of_events = (
-            ignore if choices.events is None else stack.enter_context(EventLog(choices.events, "coordinator"))
+        tokens, token = prepared(
+            folder.path,
+            token=choices.token,
+            admin_token=choices.admin_token,
+            invite=choices.invite_file is not None,
         )
+        access = Access(tokens)
+        credential = None if choices.insecure else given or certificate.kept(folder.path / CERTIFICATE)
+        pin = ""
+        if credential is not None:
+            pin = credential.pin
+            remember(credential.der)
+        shown = watching(choices.dashboard, choices.admin_token)
+        logs = stack.enter_context(kept_logs(folder, choices, say))
+        events = None
+        if choices.events is not None:
+            events = stack.enter_context(EventLog(choices.events, WHO))
+
+        def observe(event: Event) -> None:
+            logs(event)
+            if events is not None:
+                events(event)
 
         def started(where: Started) -> None:
-            invite = Invite(token, host, where.address.port)
+            invite = Invite(token or UNKNOWN, host, where.address.port, pin)
+            logs.open(runfile.run.name)
+            keep_where(folder.path, invite)
             stack.enter_context(handed_over(invite, choices.invite_file))
             say(f"run {runfile.run.name}: {runfile.method.name}, {runfile.run.rounds:,} rounds, "
                 f"{costs.parameters:,} parameters, {each_round(costs)}")  # fmt: skip
-            say(f"listening on {where.address}")
+            say(f"listening on {where.address}{security(credential)}")
             if where.metrics is not None:
                 say(f"metrics at http://{where.metrics}/metrics")
             if where.dashboard is not None:
-                announce(where.dashboard, choices.admin_token, folder, say)
+                announce(where.dashboard, tokens.book, folder, say)
             nodes = runfile.run.nodes if choices.nodes is None else choices.nodes
             say(f"waiting for {nodes} node{'s' * (nodes != 1)}; on each machine:")
-            say(f"  atoll join {invite}")
-            dialled = Invite(token, _own_host(where.address), where.address.port)
-            client = stack.enter_context(StatusClient(dialled))
-            stack.enter_context(Narrator(client, log.info))
+            if token:
+                say(f"  atoll join {invite}")
+            else:
+                say(f"  atoll join INVITE, made before or by 'atoll invite create {folder.path}'")
+            if (
+                credential is None or not credential.client_ca
+            ):  # who asks for certificates, has none for itself
+                dialled = Invite(access.own, _own_host(where.address), where.address.port, pin)
+                client = stack.enter_context(StatusClient(dialled))
+                stack.enter_context(Narrator(client, log.info))
+            if credential is None:
+                log.warning(INSECURE_WORDS)
             if invite.reach:
                 log.warning(
                     "%s; give --advertise HOST with the name or address that they reach", invite.reach
@@ -139,7 +186,7 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
         outcome = run_coordinator(
             runfile,
             costs.tables,
-            token,
+            access,
             listen=listen,
             metrics_listen=metrics_address(runfile, choices, listen),
             on_started=started,
@@ -148,13 +195,48 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
             journal=lambda post: FileJournal(folder, post),
             snapshots=folder.snapshots,
             snapshot_every=choices.snapshot_every,
-            on_event=log_of_events,
+            on_event=observe,
             watching=shown,
+            credential=credential,
+            swarm_secret=folder.swarm_secret(),
         )
         if outcome.phase == "done":
             folder.mark_ended()
     say(f"{outcome.phase} after {outcome.round:,} rounds: {outcome.reason}")
     return exit_code(outcome)
+
+
+def given_credential(choices: Choices) -> Credential | None:
+    """The certificate that the user gives, if any.
+
+    Raises:
+        CertificateError: it cannot be used.
+        UserError: the choices do not go together.
+    """
+    files = (choices.tls_cert, choices.tls_key, choices.tls_client_ca)
+    if choices.insecure and any(files):
+        raise UserError("--insecure and the options --tls-… exclude each other")
+    if choices.tls_cert is None or choices.tls_key is None:
+        if any(files):
+            raise UserError("give --tls-cert and --tls-key, a certificate and its key, with --tls-client-ca")
+        return None
+    credential = certificate.loaded(choices.tls_cert, choices.tls_key)
+    try:
+        certificate.name_in(credential.der)  # callers will ask for it
+    except CertificateError as error:
+        raise CertificateError(f"{choices.tls_cert}: {error}") from None
+    if choices.tls_client_ca is not None:
+        credential = replace(credential, client_ca=certificate.authority(choices.tls_client_ca))
+    return credential
+
+
+def security(credential: Credential | None) -> str:
+    """How its connections are protected, in words, to go behind the address."""
+    if credential is None:
+        return ", INSECURE: not encrypted, and nothing proves to nodes who this is (--insecure)"
+    if credential.client_ca:
+        return " with TLS; nodes have to show a certificate"
+    return " with TLS"
 
 
 def opened(runfile: RunFile, costs: Costs, choices: Choices) -> JournalFolder:
@@ -166,6 +248,12 @@ def opened(runfile: RunFile, costs: Costs, choices: Choices) -> JournalFolder:
         run_toml=runfile.to_toml(),
         keep_bytes=choices.keep_bytes,
     )
+
+
+def kept_logs(folder: JournalFolder, choices: Choices, say: Callable[[str], None]) -> KeptLogs:
+    """What the coordinator keeps of the run by itself, in the folder of its journal if not told another."""
+    own = LogFolder(folder.path, choices.log_dir)
+    return KeptLogs(own, WHO, say, rounds=RunTable, events=choices.events is None)
 
 
 def beginning(folder: JournalFolder) -> str:

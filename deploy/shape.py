@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from deploy.errors import UserError
-from node.model import default_ff
+from node.shapes import default_ff
 from protos.sections import ModelConfig
 from protos.units import format_count
 

@@ -206,7 +206,6 @@ class Simulation:
 
     def _exchange(self, index: int, micro: int) -> tuple[list[Work], int]:
         """Train, contribute, reduce and apply; returns what the nodes did and how many are in the result."""
-        table = self._nodes[0].optimizer.tables.of(index)
         members = tuple(node.name for node in self._nodes)
         wanted = self._runfile.data.batch * micro
         leases = [self._leases.take(name, index, wanted) for name in members]
@@ -216,21 +215,35 @@ class Simulation:
             work = node.training.begin(order)
             node.training.finish(work)
             works.append(work)
-        voters = [place for place, work in enumerate(works) if work.payload is not None]
-        result = reduce_payloads(
-            table,
-            [payload for work in works if (payload := work.payload) is not None],
-            round_index=index,
-            weights=[VOTE_WEIGHT] * len(voters),
-            mean_weights=[VOTE_WEIGHT * leases[place].count for place in voters],
-            memory=self._memory,
-        )
+        payloads = [work.payload for work in works]
+        voters, result = self._reduce(index, payloads, [lease.count for lease in leases])
         self._leases.settle(index, [members[place] for place in voters])
         for place, node in enumerate(self._replicas):
             self._set_rate(node.optimizer, index)
             node.optimizer.apply(index, result, counted=place in voters)
             node.training.ahead = 0
         return works, len(voters)
+
+    def _reduce(
+        self, index: int, payloads: Sequence[torch.Tensor | None], samples: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """The coordinator's part: who of the nodes is counted, by place, and what the result is.
+
+        Args:
+            index: of the round.
+            payloads: of all nodes; ``None`` from one that abstains.
+            samples: that each has trained on.
+        """
+        voters = [place for place, payload in enumerate(payloads) if payload is not None]
+        result = reduce_payloads(
+            self._nodes[0].optimizer.tables.of(index),
+            [payload for payload in payloads if payload is not None],
+            round_index=index,
+            weights=[VOTE_WEIGHT] * len(voters),
+            mean_weights=[VOTE_WEIGHT * samples[place] for place in voters],
+            memory=self._memory,
+        )
+        return voters, result
 
     def _set_rate(self, optimizer: RoundOptimizer, moment: float) -> None:
         """``moment`` in rounds: a fraction is a batch within one."""

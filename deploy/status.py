@@ -11,52 +11,119 @@ import grpc
 from google.protobuf.message import Message
 
 from protos import atoll_pb2 as pb
+from protos.address import Address
+from protos.connecting import Cause, Failed, failed_connection
 from protos.invite import Invite
+from protos.refusal import kind_in
+from protos.tls import (
+    PINNED,
+    ClientTls,
+    ConnectError,
+    HandshakeFailed,
+    NotEncrypted,
+    WrongCertificate,
+    channel_by,
+    encrypted_there,
+    examine,
+    expects_tls,
+    fetch,
+)
 from protos.wire import CONTROL_SERVICE, TOKEN_KEY
 
 TIMEOUT_SECONDS = 5.0
+_OF_TLS: dict[Cause, str] = {
+    kind.cause: kind.refusal for kind in (WrongCertificate, NotEncrypted, HandshakeFailed)
+}
 
 
 class StatusError(RuntimeError):
-    """The status could not be had; the text says from whom, why, and what to look at."""
+    """The status could not be had; the text says from whom, why, and what to look at.
+
+    Attributes:
+        refusal: by which :mod:`deploy.errors` finds its exit code; empty: an ordinary one.
+    """
+
+    def __init__(self, text: str, refusal: str = "") -> None:
+        super().__init__(text)
+        self.refusal = refusal
 
 
 class StatusClient:
     """A connection to one coordinator that asks for its status. Also a context manager."""
 
-    def __init__(self, invite: Invite) -> None:
+    def __init__(self, invite: Invite, tls: ClientTls = PINNED) -> None:
         self.invite = invite
-        # One channel for each client: a shared subchannel would hand the backoff of an earlier failure on.
-        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
-        self._channel = grpc.insecure_channel(invite.address, options=options)
-        self._call = self._channel.unary_unary(
-            f"/{CONTROL_SERVICE}/GetStatus",
-            request_serializer=pb.StatusRequest.SerializeToString,
-            response_deserializer=pb.StatusReply.FromString,
-        )
+        self._tls = tls
+        self._where = Address(invite.host, invite.port)
+        self._channel: grpc.Channel | None = None
+
+    def _opened(self, timeout: float) -> grpc.Channel:
+        if self._channel is None:
+            way = channel_by(self.invite.pin, self._tls)
+            if way is None:
+                fetch(self._where, self.invite.pin, self._tls, timeout)
+                way = channel_by(self.invite.pin, self._tls)
+            assert way is not None
+            # One channel for each client: a shared subchannel would hand an earlier failure's backoff on.
+            self._channel = way.open(
+                self.invite.address, (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+            )
+        return self._channel
 
     def fetch(self, timeout: float = TIMEOUT_SECONDS) -> pb.StatusReply:
         """The current status, within ``timeout`` seconds.
 
         Raises:
-            StatusError: no coordinator there, a wrong token, or no answer in time.
+            StatusError: no coordinator there, another one, a wrong token, or no answer in time.
         """
         try:
-            reply: pb.StatusReply = self._call(
+            call = self._opened(timeout).unary_unary(
+                f"/{CONTROL_SERVICE}/GetStatus",
+                request_serializer=pb.StatusRequest.SerializeToString,
+                response_deserializer=pb.StatusReply.FromString,
+            )
+            reply: pb.StatusReply = call(
                 pb.StatusRequest(), timeout=timeout, metadata=((TOKEN_KEY, self.invite.token),)
             )
             return reply
+        except ConnectError as error:
+            raise self._unmet(error) from error
         except grpc.RpcError as error:
-            raise StatusError(self._explain(error, timeout)) from error
+            raise self._explained(error, timeout) from error
+
+    def _unmet(self, error: ConnectError) -> StatusError:
+        if error.refusal:
+            return StatusError(str(error), error.refusal)
+        return StatusError(_nobody(self.invite.address, str(error)))
+
+    def _look(self, failed: Failed, timeout: float) -> None:
+        """Why a connection failed: gRPC has the same words for several causes."""
+        if failed.cause not in ("BROKEN", "CERTIFICATE"):
+            return
+        if self.invite.insecure:
+            if expects_tls(self._where, timeout):
+                raise encrypted_there(self.invite.address)
+        elif self._tls.ca:
+            examine(self._where, asked=self._tls.own is None, seconds=timeout)
+        else:
+            fetch(self._where, self.invite.pin, self._tls, timeout)
+
+    def _explained(self, error: grpc.RpcError, timeout: float) -> StatusError:
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            failed = failed_connection(error.details() or "", self.invite.address, "the coordinator")
+            try:
+                self._look(failed, timeout)
+            except ConnectError as found:
+                return self._unmet(found)
+            if failed.cause in _OF_TLS:
+                return StatusError(failed.text, _OF_TLS[failed.cause])
+        return StatusError(self._explain(error, timeout), kind_in(error.trailing_metadata()))
 
     def _explain(self, error: grpc.RpcError, timeout: float) -> str:
         code, details = error.code(), error.details() or ""
         where = self.invite.address
         if code == grpc.StatusCode.UNAVAILABLE:
-            return (
-                f"no coordinator answers at {where}: {details}. "
-                "Is it running, and is the port open on the way there?"
-            )
+            return _nobody(where, details)
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"the coordinator at {where} did not answer within {timeout:g} s"
         if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -67,7 +134,8 @@ class StatusClient:
 
     def close(self) -> None:
         """End the connection."""
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def __enter__(self) -> StatusClient:
         return self
@@ -76,6 +144,10 @@ class StatusClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _nobody(where: str, why: str) -> str:
+    return f"no coordinator answers at {where}: {why}. Is it running, and is the port open on the way there?"
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -99,6 +100,10 @@ def payload(reply: pb.StatusReply) -> str:
     return text
 
 
+_SECURITY: Final = {"tls": "TLS", "mtls": "TLS, with certificates of the nodes"}
+_INSECURE: Final = "INSECURE: nothing is encrypted, and nothing proves who the coordinator is"
+
+
 def run_table(reply: pb.StatusReply) -> Table:
     """The run in one table of names and values."""
     loss, validation, bits, measured = last_measured(reply)
@@ -118,6 +123,7 @@ def run_table(reply: pb.StatusReply) -> Table:
     rows.append(("a round", f"{payload(reply)}, {reply.parameters:,} parameters"))
     if reply.ways:
         rows.append(("transport", reply.ways))
+    rows.append(("security", _SECURITY.get(reply.security) or Text(_INSECURE, style="bold red")))
     rows.append(("traffic", f"{format_bytes(reply.bytes_in)} in, {format_bytes(reply.bytes_out)} out"))
     if reply.seconds > 0:
         pace = f", {reply.round / reply.seconds:.2f} rounds/s" if reply.round else ""

@@ -12,8 +12,8 @@ from deploy.options import Json, MethodOption, Sets
 from deploy.terminal import console
 
 EXAMPLES = (
-    "Examples: atoll testbed --sites 3 --rate 100mbit --delay 40ms --method muloco; "
-    "from another terminal: atoll testbed link site-b --down"
+    "Examples: sudo atoll testbed --sites 3 --rate 100mbit --delay 40ms --method muloco\n\n"
+    "sudo atoll testbed link site-b --down   # from another terminal"
 )
 
 testbed_app = typer.Typer(
@@ -53,8 +53,8 @@ def testbed(
         bool, typer.Option("--nat", help="Each site behind a router that translates addresses.")
     ] = False,
     nat_kind: Annotated[
-        str, typer.Option(metavar="KIND", help="port-preserving or symmetric.")
-    ] = "port-preserving",
+        str, typer.Option(metavar="KIND", help="port-preserving (as with --nat alone) or symmetric.")
+    ] = "",
     nodes_per_site: Annotated[int, typer.Option(min=1, max=64, help="Node processes of each site.")] = 1,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Ranks of each node.")] = 1,
     method: MethodOption = "sign-muon",
@@ -85,6 +85,7 @@ def testbed(
     from deploy.preset import merged
     from deploy.processes import unwinding_signals
     from deploy.testbed.bed import Bed
+    from deploy.testbed.nat import KINDS
     from deploy.testbed.results import write
     from deploy.testbed.setting import Options
 
@@ -97,7 +98,7 @@ def testbed(
         loss=loss,
         own=tuple(site or ()),
         hub=hub,
-        nat=nat_kind if nat else "",
+        nat=nat_kind or (KINDS[0] if nat else ""),
         nodes_per_site=nodes_per_site,
         ranks=ranks,
         method=method,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from deploy.links.interface import Interface
     from deploy.links.named import Link
     from deploy.links.shape import Shape
+
+_LOOK_SECONDS: Final = 1.0
 
 throttle_app = typer.Typer(
     no_args_is_help=True,
@@ -238,7 +242,9 @@ def _tell(notes: Sequence[str], line: str) -> None:
 
 
 def _wait(seconds: float | None) -> int:
-    threading.Event().wait(seconds)
+    never, end = threading.Event(), time.monotonic() + (math.inf if seconds is None else seconds)
+    while (left := end - time.monotonic()) > 0:  # a signal that comes just before a wait is seen after it
+        never.wait(min(left, _LOOK_SECONDS))
     return 0
 
 
@@ -247,7 +253,8 @@ def _follow(command: list[str], seconds: float | None) -> int:
     process = subprocess.Popen(command)
     with _ending(process):
         try:
-            code = process.wait(seconds)
+            # With a deadline it looks again and again, and sees a signal that came just before.
+            code = process.wait(threading.TIMEOUT_MAX if seconds is None else seconds)
         except subprocess.TimeoutExpired:
             return 0
     return code if code >= 0 else 128 - code

@@ -19,6 +19,7 @@ import numpy as np
 
 from node.cache import replacing
 from node.tokens import ArrayTokens, DataError, FileBytes, TokenStore, map_bytes
+from protos import extras
 
 HF_PREFIX = "hf:"
 
@@ -177,7 +178,7 @@ def _rows(source: str, name: str, config: str | None, split: str, column: str) -
     except ImportError as error:
         raise DataError(
             f"data source {source!r} needs the datasets library, which cannot be imported ({error}); install "
-            "it with: pip install 'atoll[hf]'"
+            f"it with: {extras.hint('hf')}"
         ) from error
     try:
         table = datasets.load_dataset(name, config, split=split)

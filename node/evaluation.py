@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, SupportsFloat
 
 import torch
 
@@ -14,10 +14,24 @@ from node.ranks import Alone, Ranks
 _BATCH: Final = 32  # windows a forward pass
 
 
+class Loss(Protocol):
+    """What training needs of a loss, as of ``torch.Tensor``."""
+
+    def backward(self) -> object:
+        """Make the gradients."""
+        ...
+
+    def detach(self) -> SupportsFloat:
+        """The value; known once the gradients have been made."""
+        ...
+
+    def __mul__(self, share: float, /) -> Loss: ...
+
+
 class Model(Protocol):
     """What training and evaluation need of a model."""
 
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor) -> Loss:
         """Mean nats per token of ``int64[B, T + 1]``."""
         ...
 
@@ -79,7 +93,7 @@ class Evaluator:
         self._model.train(False)
         for first in range(0, len(batches), size):  # who has none left goes along with the others
             batch = batches[min(first + rank, len(batches) - 1)]
-            sums.append(float(self._model.loss(batch.to(self._device))) * len(batch))
+            sums.append(float(self._model.loss(batch.to(self._device)).detach()) * len(batch))
         self._model.train()
         turns = zip(*gathered(self._ranks, "the validation losses", sums), strict=True)
         total = 0.0

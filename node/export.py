@@ -25,6 +25,7 @@ from node.hf_folder import Output, copy_tokenizer, folder_config, folder_outputs
 from node.language import LanguageModel
 from node.model import HF_PREFIX, model_on_meta
 from node.tensor_file import Entry, FileLayout, cast
+from protos.model_tensors import OWN
 from protos.runfile import RunFile
 
 SUFFIX: Final = ".safetensors"
@@ -103,6 +104,8 @@ def _check_target(target: Path, folder: Path, force: bool) -> None:
 
 def _model_of(runfile: RunFile, stored: Stored, names: Sequence[str], path: Path) -> LanguageModel:
     """The run's model without memory; the vocabulary is known from its embedding, without the data."""
+    if runfile.model.name == OWN:
+        raise ExportError(f"{path} is of a script's own model: name a file that ends in {SUFFIX}")
     vocab = 1
     if not runfile.model.name.startswith(HF_PREFIX):
         embedding = stored.rows(["embedding.weight"])

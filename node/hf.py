@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from node.initializer import PortableRandom
 from node.language import LanguageModel, ModelError
+from protos import extras
 
 if TYPE_CHECKING:
     from node.model import ModelConfig
@@ -82,7 +83,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ModelError(
             f"a model named 'hf:…' needs the transformers library, which cannot be imported ({error}); "
-            "install it with: pip install 'atoll[hf]'"
+            f"install it with: {extras.hint('hf')}"
         ) from error
 
 

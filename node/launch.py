@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -20,16 +20,19 @@ from node.events import Event, Joined, Listener, Notice, Started, Summary
 from node.exchange.base import Exchange, ExchangeError, Lane
 from node.exchange.hub import HubExchange
 from node.exchange.lane import LaneExchange
+from node.exchange.lanes.place import LeaderPlace
 from node.exchange.link import Limits
 from node.exchange.local import LocalExchange
 from node.exchange.news import Publish, SessionNews
 from node.exchange.peers.setting import PeerSetting
 from node.exchange.session import Claim
+from node.identity import key_of
+from node.joint import gathered
 from node.metrics import NodeMetrics
 from node.ranks import Alone, Ranks
-from node.setting import LaunchError, Options, Setting, build, choose_device
+from node.setting import LaunchError, Make, Options, Setting, build, choose_device
 from node.signals import PoliteSignals, reason_of
-from node.torchrun import leads, ranks_here
+from node.torchrun import host_of_leader, leads, ranks_here
 from node.worker import Worker
 from optim.bits import backend
 from protos.buckets import TableSchedule
@@ -44,16 +47,25 @@ if TYPE_CHECKING:
 __all__ = ["SAVE_EVERY", "LaunchError", "Options", "choose_device", "join", "train"]
 
 SAVE_EVERY: Final = 50  # rounds, in a run that measures no validation loss before its end
+INSECURE_WORDS: Final = (
+    "INSECURE: this run's coordinator was started with --insecure: everybody on the way can read and change "
+    "what travels, and take its place"
+)
 _MAX_NAME: Final = 128
 _TOGETHER_SECONDS: Final = 600.0  # for the ranks of a node that trains alone
 _OUTLAST_SECONDS: Final = 10.0
 
 
-def join(invite: Invite, options: Options, on_event: Listener = lambda event: None) -> Summary:
+def join(
+    invite: Invite, options: Options, on_event: Listener = lambda event: None, *, make: Make = build
+) -> Summary:
     """Take part in the run of a coordinator until it stops; under torchrun as one node of several ranks.
+
+    ``make`` makes what the run file describes.
 
     Raises:
         ExchangeError: the coordinator is not there, refuses this node, or is gone for good; or a rank is.
+        KeyFileError: the key that says who this node is cannot be used.
         LaunchError, ModelError, DataError, RunFileError, CheckpointError: this node cannot be set up.
         KeyboardInterrupt: after leaving cleanly.
     """
@@ -64,17 +76,22 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
             invite,
             say=lambda text: emit(Notice(text)),
             limits=Limits(wait=options.wait, reconnect=options.wait),
+            tls=options.tls,
             publish=relay.publish,
         )
         farewell = _Farewell(stack, exchange.close)
         runfile, table_digest = _described(exchange)
+        if invite.insecure:
+            emit(Notice(INSECURE_WORDS))
         limits = exchange.limits = _limits(runfile, options)
         island = _meet(farewell, options, limits.round + 2 * limits.reconnect + 60.0)
+        if leads():
+            exchange.identify(key_of(options.identity, options.save, stack))
         ranks: Ranks = island or Alone()
         signals = PoliteSignals(stack, ranks)
         if island is not None and island.rank == 0:
             relay.to = island.news.publish
-        setting = build(runfile, options, emit, ranks)
+        setting = make(runfile, options, emit, ranks)
         tables, lane = setting.optimizer.tables, setting.optimizer.lane
         if tables.digest != table_digest:
             raise ExchangeError(
@@ -88,6 +105,7 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
                 metrics.lanes_of_others(tables.part(_names(tables) - _names(lane)))
         emit(_started(setting, ranks))
         claim = _claim(setting, options, ranks)
+        place, lanes = _lanes(exchange, runfile, setting, ranks)
         if island is not None and island.rank:
             exchange.close("the leader of this node joins")
             own = LaneExchange(
@@ -99,20 +117,27 @@ def join(invite: Invite, options: Options, on_event: Listener = lambda event: No
                 say=lambda text: emit(Notice(f"rank {island.rank}: {text}")),
                 meter=exchange.meter,
                 limits=limits,
+                tls=options.tls,
+                leader=place,
+                rank=island.rank,
             )
             farewell.first(own.close)
             return _work(setting, None, own, ranks, options, emit, farewell, signals)
-        peers = None if island else _peers(runfile, options)
+        peers = None if island and not lanes else _peers(runfile, options)
         backend()  # a second or two to load kernels, for which no round has to wait
-        admission = exchange.join(claim, tables, lane if island else None, peers)
+        admission = exchange.join(claim, tables, lane if island else None, peers, lanes)
         emit(Joined(admission.node, exchange.address, admission.needs_state))
         gc.collect()
         gc.freeze()  # or each full collection looks through all that torch has imported, for 0.2 s in a round
         return _work(setting, exchange, exchange, ranks, options, emit, farewell, signals)
 
 
-def train(runfile: RunFile, options: Options, on_event: Listener = lambda event: None) -> Summary:
+def train(
+    runfile: RunFile, options: Options, on_event: Listener = lambda event: None, *, make: Make = build
+) -> Summary:
     """Train without a coordinator: the same worker at world size 1, of any number of ranks.
+
+    ``make`` makes what the run file describes.
 
     Raises:
         LaunchError, ModelError, DataError, CheckpointError: this node cannot be set up.
@@ -124,7 +149,7 @@ def train(runfile: RunFile, options: Options, on_event: Listener = lambda event:
         farewell = _Farewell(stack)
         ranks = _meet(farewell, options, _TOGETHER_SECONDS) or Alone()
         signals = PoliteSignals(stack, ranks)
-        setting = build(runfile, options, emit, ranks)
+        setting = make(runfile, options, emit, ranks)
         if metrics is not None:
             metrics.watch(transfers=setting.transfers)
         emit(_started(setting, ranks))
@@ -249,7 +274,9 @@ def _work(
         overlap=options.overlap,
         watch=setting.watch_gradients,
         measure=options.metrics is not None,
+        evaluates=setting.evaluates,
     )
+    setting.begins(worker)
     alone = ranks.size == 1  # several save together or not at all
     try:
         with signals.wait_for(worker):
@@ -268,7 +295,7 @@ def _work(
     if signals.first is not None:
         raise signals.first
     if worker.interrupted:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(summary.reason)
     return summary
 
 
@@ -310,6 +337,19 @@ def _observed(stack: ExitStack, options: Options, on_event: Listener) -> tuple[N
 
 def _names(tables: TableSchedule) -> set[str]:
     return {bucket.name for table in tables.tables for bucket in table.buckets}
+
+
+def _lanes(
+    exchange: HubExchange, runfile: RunFile, setting: Setting, ranks: Ranks
+) -> tuple[LeaderPlace | None, list[TableSchedule]]:
+    """Where the leader takes the lanes of an island's ranks, and all of these, in a run that may have rounds
+    whose slices travel between nodes. A collective."""
+    if ranks.size == 1 or runfile.exchange.transport == "hub":
+        return None, []
+    tables = setting.optimizer.tables
+    place = None if ranks.rank else asdict(exchange.lead(runfile.digest, host_of_leader()))
+    told = gathered(ranks, "the lanes of all ranks", [place, sorted(_names(setting.optimizer.lane))])
+    return LeaderPlace(**told[0][0]), [tables.part(set(names)) for _, names in told]
 
 
 def _limits(runfile: RunFile, options: Options) -> Limits:

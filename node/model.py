@@ -12,8 +12,11 @@ import torch
 
 from node.language import LanguageModel, ModelError
 from node.llama import Llama
+from node.shapes import BYTE_VOCAB, HF_PREFIX, default_ff
+from protos.model_tensors import OWN
 
 __all__ = [
+    "HF_PREFIX",
     "LanguageModel",
     "LlamaShape",
     "ModelConfig",
@@ -22,9 +25,6 @@ __all__ = [
     "model_on_meta",
     "resolve_vocab",
 ]
-
-BYTE_VOCAB = 256
-HF_PREFIX = "hf:"
 
 
 class ModelConfig(Protocol):
@@ -75,11 +75,6 @@ class LlamaShape:
     vocab: int | None = None
     tied: bool = True
     name: str = "llama"
-
-
-def default_ff(d_model: int) -> int:
-    """The feed-forward width of SwiGLU at the cost of a 4 d ReLU one: 8/3 d, rounded to a multiple of 16."""
-    return max(16, round(8 * d_model / 3 / 16) * 16)
 
 
 def resolve_vocab(config: ModelConfig, data_vocab: int) -> int:
@@ -150,6 +145,11 @@ def _llama(shape: LlamaShape) -> Llama:
 
 def _llama_shape(config: ModelConfig, vocab: int) -> LlamaShape:
     """``config`` with every derived value filled in and every rule checked."""
+    if config.name == OWN:
+        raise ModelError(
+            "the model of this run is made by a script ([model] name is 'own'): start that script instead, "
+            "which takes part by atoll.join(INVITE), or trains alone by atoll.local(FILE)"
+        )
     if config.name != "llama":
         raise ModelError(
             f"[model] name is {config.name!r}; it is 'llama' or 'hf:' and a folder, a config.json or a hub id"

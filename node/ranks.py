@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from node.exchange.base import Order
+from node.exchange.base import ExchangeError, Order
+
+
+class RankError(ExchangeError):
+    """The ranks of a node have lost each other, or differ in what they do; the text says who, and where."""
 
 
 class Ranks(Protocol):
@@ -12,7 +16,7 @@ class Ranks(Protocol):
 
     Everything but the attributes and :meth:`close` is a collective: all ranks call it, in the same order.
     Each wait has a deadline; a rank that is gone or late makes the others raise
-    :class:`~node.exchange.base.ExchangeError`, which names it and what was waited for.
+    :class:`RankError`, which names it and what was waited for.
 
     Attributes:
         rank: of this process, from 0. Rank 0 leads: it alone speaks with the coordinator.

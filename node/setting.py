@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from node import checkpoint
-from node.data import Dataset, open_data
-from node.evaluation import Model
+from node.data import open_data
+from node.evaluation import Data, Model
 from node.events import Listener, Notice, Resumed
 from node.exchange.peers.setting import PeerSetting, Transport
 from node.model import build_model, model_on_meta
@@ -24,6 +25,10 @@ from optim.round_optimizer import RoundOptimizer
 from protos.address import Address
 from protos.buckets import TableSchedule
 from protos.runfile import RunFile
+from protos.tls import PINNED, ClientTls
+
+if TYPE_CHECKING:
+    from node.worker import Worker
 
 Precision = Literal["fp32", "bf16"]
 
@@ -53,6 +58,8 @@ class Options:
         batch: samples of a micro-step of this node; 0 = as the run file says.
         precision: of forward and backward: ``bf16`` keeps weights, gradients' sums and optimizer in fp32.
         overlap: send contributions while they are being computed; off for measurements only.
+        identity: key file that says who this node is; ``None``: the one in ``save``, or a new key.
+        tls: what this node brings beside the invite, to prove who it is and to check who the coordinator is.
         transport: how other nodes reach this one in a run whose slices travel between nodes; ``None``: as the
             run file says.
         peers: the details of that; its own transport is of no meaning.
@@ -75,8 +82,19 @@ class Options:
     precision: Precision = "fp32"
     overlap: bool = True
     ordered: bool = False
+    identity: Path | None = None
+    tls: ClientTls = PINNED
     transport: Transport | None = None
     peers: PeerSetting = field(default_factory=PeerSetting)
+
+
+class Samples(Data, Protocol):
+    """Data that nodes compare with each other."""
+
+    @property
+    def digest(self) -> str:
+        """Equal where the data are."""
+        ...
 
 
 @dataclass
@@ -90,11 +108,13 @@ class Setting:
         samples: first global sample index behind all that the run has leased, as far as this node knows.
         reducer: memory of a reduction, of a checkpoint made alone.
         gathered: whether weights are gathered for the passes, by ranks that hold a part of them each.
+        evaluates: whether the model can be measured on validation data.
+        begins: is told of the worker that is made of all this, before it runs.
     """
 
     runfile: RunFile
     device: torch.device
-    data: Dataset
+    data: Samples
     model: Model
     optimizer: RoundOptimizer
     parameters: int
@@ -103,6 +123,8 @@ class Setting:
     samples: int = 0
     reducer: dict[str, torch.Tensor] = field(default_factory=dict)
     gathered: bool = False
+    evaluates: bool = True
+    begins: Callable[[Worker], None] = lambda worker: None
 
     def transfers(self) -> dict[str, tuple[int, int]]:
         """See :func:`node.island.rounds.transfers_of`; nothing where no weights are gathered."""
@@ -122,6 +144,9 @@ class Setting:
             tell_arrivals(self.model, arrived)
         else:
             watch_gradients(optimizer, arrived)
+
+
+Make = Callable[[RunFile, Options, Listener, Ranks], Setting]
 
 
 def build(runfile: RunFile, options: Options, emit: Listener, ranks: Ranks | None = None) -> Setting:
@@ -145,6 +170,41 @@ def build(runfile: RunFile, options: Options, emit: Listener, ranks: Ranks | Non
         model, optimizer, parameters = make(runfile, options, data.vocab, device, ranks.size)
     except ValueError as error:
         raise LaunchError(f"[method] {runfile.method.name} cannot train this model: {error}") from error
+    return assemble(
+        runfile,
+        options,
+        emit,
+        ranks,
+        device=device,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        parameters=parameters,
+        gathered=gathered,
+    )
+
+
+def assemble(
+    runfile: RunFile,
+    options: Options,
+    emit: Listener,
+    ranks: Ranks,
+    *,
+    device: torch.device,
+    data: Samples,
+    model: Model,
+    optimizer: RoundOptimizer,
+    parameters: int,
+    gathered: bool = False,
+    evaluates: bool = True,
+    begins: Callable[[Worker], None] = lambda worker: None,
+) -> Setting:
+    """Put a setting together, in the state of the checkpoint that is to be resumed, if any.
+
+    Raises:
+        CheckpointError: that cannot be used.
+        ExchangeError: a rank is gone.
+    """
     path = _resumed_from(options, emit)
     if path is not None:
         optimizer.prepare_load()
@@ -166,6 +226,8 @@ def build(runfile: RunFile, options: Options, emit: Listener, ranks: Ranks | Non
         parameters=parameters,
         state=WholeState(SharedState(optimizer.shared_tensors()), ranks),
         gathered=gathered,
+        evaluates=evaluates,
+        begins=begins,
     )
     if path is not None:
         setting.round, setting.samples = meta.round, meta.samples

@@ -72,4 +72,6 @@ class PoliteSignals:
 
 def reason_of(signalled: BaseException) -> str:
     """Why a node goes, in the words that the coordinator is told."""
-    return INTERRUPTED if isinstance(signalled, KeyboardInterrupt) else _TERMINATED
+    if not isinstance(signalled, KeyboardInterrupt):
+        return _TERMINATED
+    return str(signalled.args[0]) if signalled.args else INTERRUPTED

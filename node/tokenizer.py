@@ -12,6 +12,7 @@ import numpy as np
 
 from node.corpus import Corpus, Document
 from node.tokens import DataError, TokenArray
+from protos import extras
 
 PIECE = 1 << 20  # bytes of text tokenised at a time; part of what a tokenised corpus is
 
@@ -58,7 +59,7 @@ class FileTokenizer:
         except ImportError as error:
             raise DataError(
                 f"the tokenizer {path} needs the tokenizers library, which cannot be imported ({error}); "
-                "install it with: pip install 'atoll[tokenizers]'"
+                f"install it with: {extras.hint('tokenizers')}"
             ) from error
         try:
             content = path.read_bytes()

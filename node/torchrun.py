@@ -18,3 +18,9 @@ def ranks_here() -> int:
 def leads() -> bool:
     """Whether this process speaks for its node: it is alone, or rank 0."""
     return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def host_of_leader() -> str:
+    """Where rank 0 is, as all ranks know it: on this machine, if all of them are."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return "127.0.0.1" if here else os.environ["MASTER_ADDR"]

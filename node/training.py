@@ -205,6 +205,9 @@ class Training:
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self._live:
             return
+        if not self._optimizer.completes(parameter):
+            self._optimizer.arrived(parameter)  # too short for a phase
+            return
         mark = self._clocks.cpu()
         with self._watch.phase("propose"):
             self._optimizer.arrived(parameter)
@@ -239,7 +242,7 @@ class Training:
                 loss = self._model.loss(tokens)
                 self._live = live and number == len(parts) - 1
                 try:
-                    (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+                    (loss if share == 1.0 else loss * share).backward()
                 finally:
                     self._live = False
                 if share:

@@ -70,6 +70,7 @@ class Worker:
         watch: tells of gradients, see :func:`node.training.watch_gradients`.
         samples: first global sample index behind all that the run has leased, as far as this node knows.
         measure: how far each round moves the weights; all ranks or none.
+        evaluates: whether the model can be measured on validation data.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Worker:
         watch: Watch = watch_gradients,
         samples: int = 0,
         measure: bool = False,
+        evaluates: bool = True,
     ) -> None:
         self.waiting = False  # for others: nothing is lost if the wait is interrupted
         self.interrupted = False  # by interrupt(): the loop ends after the present round
@@ -136,7 +138,9 @@ class Worker:
             watch_gradients=watch,
             stop_asked=self._alone_and_interrupted,
         )
-        self._evaluator = Evaluator(model, data, runfile.run.validation_windows, place, self._ranks)
+        self._evaluator: Evaluator | None = None
+        if evaluates:
+            self._evaluator = Evaluator(model, data, runfile.run.validation_windows, place, self._ranks)
         self._account = Account(runfile.run.rounds)
         self._busy_mark = 0.0
         self._norm = UpdateNorm(self._held.weights()) if measure else None
@@ -175,6 +179,12 @@ class Worker:
         """Ask the loop to end after the present micro-step or, with several ranks, the present round;
         callable from signal handlers, on the leader."""
         self._why, self.interrupted = reason, True
+
+    def leave(self, reason: str) -> None:
+        """The same from another thread, which is to call it until the loop has ended: a wait ends as well."""
+        self.interrupt(reason)
+        if self.waiting:
+            self._lane.close(reason)
 
     def save(self) -> None:
         """Write a checkpoint, if there is a place for it and the shared state is that between two rounds.
@@ -359,8 +369,10 @@ class Worker:
         mark, self._busy_mark = self._busy_mark, self._clocks.cpu()
         return self._busy_mark - mark
 
-    def _evaluate(self) -> Validation:
+    def _evaluate(self) -> Validation | None:
         """Measure the shared state; its CPU time counts neither as compute nor as overhead of a round."""
+        if self._evaluator is None:
+            return None
         with self._watch.phase("evaluate"), self._optimizer.evaluating():
             measured = self._account.measured = self._evaluator.measure()
         self._busy_mark = self._clocks.cpu()
@@ -368,5 +380,7 @@ class Worker:
 
     def _last_evaluation(self) -> None:
         measured, last = self._evaluate(), self.round - 1
+        if measured is None:
+            return
         self._report(self._account.evaluated(last, self._held.digest(), self._take_busy()))
         self._on_event(Evaluated(last, measured.loss, measured.bits_per_byte))

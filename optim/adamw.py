@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from optim.packs import Pack
+    from optim.layout import Pack
 
 
 def integer_power(base: float, exponent: int) -> float:

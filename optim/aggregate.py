@@ -112,7 +112,7 @@ class Aggregation:
         self._round = round_index
         self._tally = tally
         self._weights = None if all(weight == 1 for weight in votes) else votes
-        self._mean_weights = _reduced(votes if mean_weights is None else list(mean_weights))
+        self._mean_weights = reduced(votes if mean_weights is None else mean_weights)
         self._casting = casting_voter(round_index, voters)
         self._memory = memory
         self._changes: dict[str, F32] = {}
@@ -284,7 +284,7 @@ def _key(bucket: Bucket) -> str:
     return bucket.members[0].name
 
 
-def _reduced(weights: list[int]) -> list[int]:
+def reduced(weights: Sequence[int]) -> list[int]:
     """The same ratios in the smallest numbers: equal weights are all 1."""
     divisor = int(np.gcd.reduce(weights)) if weights else 1
     return [weight // divisor for weight in weights]

@@ -13,18 +13,9 @@ from torch import Tensor
 from optim import bits
 from optim.adamw import adamw_pack_
 from optim.every_step import EveryStep, Gradients
+from optim.layout import Pack, backward_order, packs_of, places_of
 from optim.newton_schulz import polar_factors
-from optim.packs import (
-    Pack,
-    PayloadError,
-    backward_order,
-    check_payload,
-    packs_of,
-    places_of,
-    read_fp32,
-    stacks,
-    write_gradients,
-)
+from optim.packs import PayloadError, check_payload, read_fp32, stacks, write_gradients
 from optim.reduce import Reduction, identity
 from optim.roles import ParameterRole
 from optim.rules import (
@@ -120,7 +111,10 @@ class ExchangedOptimizer(EveryStep):
         check_payload(lane, out, "the output of start")
         self._stream = Stream(round_index, out, self._stacks(), Ready(lane, on_ready))
 
-    @torch.no_grad()
+    def completes(self, parameter: Tensor) -> bool:
+        """See the base class."""
+        return self._stream is not None and not self.delay and self._stream.completes(parameter)
+
     def arrived(self, parameter: Tensor) -> None:
         """See the base class. With a delay, gradients are used one round later."""
         stream = self._stream
@@ -129,10 +123,11 @@ class ExchangedOptimizer(EveryStep):
         stack = stream.arrived(parameter)
         if stack is None or not stream.usable:
             return
-        gradients = {item.name: usable_gradient(item) for pack in stack for item in pack.items}
-        stream.usable = all_usable(_of([stack], gradients))
-        if stream.usable:
-            self._write(stream, stack, gradients)
+        with torch.no_grad():
+            gradients = {item.name: usable_gradient(item) for pack in stack for item in pack.items}
+            stream.usable = all_usable(_of([stack], gradients))
+            if stream.usable:
+                self._write(stream, stack, gradients)
 
     @torch.no_grad()
     def propose(self, round_index: int, out: Tensor) -> bool:

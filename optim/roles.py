@@ -20,15 +20,16 @@ A parameter registered under several names (tied) counts once, under its first n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import Tensor, nn
 
-Role = Literal["matrix", "embedding", "vector"]
+from optim.role import ParameterRole, Role, RoleError, by_role, held
+
+__all__ = ["ParameterRole", "Role", "RoleError", "by_role", "classify", "held"]
 
 HEAD_NAMES = frozenset(
     {"lm_head", "head", "classifier", "unembed", "unembedding", "output_projection", "embed_out"}
@@ -39,44 +40,6 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _GATES = {"LSTM": 4, "GRU": 3}
-
-
-class RoleError(ValueError):
-    """A parameter or an override that cannot be given a role; the text names it."""
-
-
-@dataclass(frozen=True, eq=False)
-class ParameterRole:
-    """One trainable tensor and how it is treated.
-
-    Attributes:
-        name: first name in ``model.named_parameters()``.
-        parameter: the tensor itself.
-        role: ``matrix``, ``embedding`` or ``vector``.
-        view: ``(slices, rows, columns)`` with the parameter's elements in memory order; each slice is one
-            matrix for the polar factor. ``(1, 1, elements)`` for a vector.
-        fan_in: inputs of one output, in the logical orientation of the layer (``c_in * kh * kw`` for a
-            convolution).
-        position: in ``model.named_parameters()``; a backward pass makes gradients in about the reverse order.
-    """
-
-    name: str
-    parameter: Tensor
-    role: Role
-    view: tuple[int, int, int]
-    fan_in: int
-    position: int = 0
-
-    @property
-    def held(self) -> bool:
-        """Whether the parameter is here; one without storage (on the meta device) is held by another rank of
-        this node's island."""
-        return not self.parameter.is_meta
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return tuple(self.parameter.shape)
 
 
 def classify(
@@ -226,24 +189,3 @@ def _view(
     elif _stored_transposed(owners):
         fan_in = rows
     return (slices * count, rows // count, columns), fan_in
-
-
-def by_role(roles: tuple[ParameterRole, ...], role: Role) -> Iterator[ParameterRole]:
-    """The members of ``roles`` that have ``role``."""
-    return (item for item in roles if item.role == role)
-
-
-def held(roles: Iterable[ParameterRole], bucket: str = "") -> tuple[ParameterRole, ...]:
-    """The members of ``roles`` that are held here.
-
-    Raises ``ValueError`` if they travel together as ``bucket`` and only some are.
-    """
-    every = tuple(roles)
-    found = tuple(item for item in every if item.held)
-    if bucket and found and len(found) < len(every):
-        missing = next(item.name for item in every if not item.held)
-        raise ValueError(
-            f"bucket {bucket!r} is held in parts: {found[0].name} is here, {missing} is not; give all of it "
-            "to one rank"
-        )
-    return found

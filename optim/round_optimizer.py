@@ -53,6 +53,7 @@ class RoundOptimizer(torch.optim.Optimizer):
             :meth:`propose`, and once in each :meth:`local_step` of a method with local steps.
         round_index: the round that :meth:`step` is in; saved in ``state_dict``.
         reduce: may be replaced at any time.
+        driver: makes the rounds in place of :meth:`step`, which then only tells it the loss, if it knows it.
     """
 
     tables: TableSchedule
@@ -61,6 +62,7 @@ class RoundOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *, reduce: Reduction | None = None) -> None:
         self.reduce: Reduction = SingleNode() if reduce is None else reduce
         self.agree: Callable[[bool], bool] = bool
+        self.driver: Callable[[float | None], None] | None = None
         self.round_index = 0
         self._done = 0  # micro-steps of the round that step() has made
         self._held: tuple[bool, Tensor | None] | None = None  # the exchange of step(), until its round ends
@@ -131,6 +133,10 @@ class RoundOptimizer(torch.optim.Optimizer):
         :meth:`start` nothing happens."""
         return None
 
+    def completes(self, parameter: Tensor) -> bool:
+        """Whether :meth:`arrived`, with this gradient, will do more than note it."""
+        return False
+
     @abstractmethod
     def propose(self, round_index: int, out: Tensor) -> bool:
         """Write this node's contribution to a round into ``out``.
@@ -169,6 +175,9 @@ class RoundOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.driver is not None:
+            self.driver(loss)
+            return loss
         index = self.round_index
         if not self._done and not self.send_after(index):
             self._held = self._exchange(index)

@@ -153,8 +153,8 @@ def all_usable(gradients: list[Tensor]) -> bool:
     if not gradients:
         return True
     device = gradients[0].device
-    norms = [torch.linalg.vector_norm(gradient).to(device) for gradient in gradients]
-    if torch.stack(norms).isfinite().all().item():
+    norms = torch._foreach_norm(gradients)  # of one device in one call
+    if torch.stack([norm.to(device) for norm in norms]).isfinite().all().item():
         return True  # the squares did not overflow: no entry is above 2e19
     for gradient in gradients:
         low, high = torch.aminmax(gradient)  # a NaN is passed on

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from optim.packs import Pack
+from optim.layout import Pack
 from protos.buckets import BucketTable
 
 OnReady = Callable[[int], None]  # is told how many bytes, from the first, are final
@@ -65,6 +65,11 @@ class Stream:
     def serves(self, round_index: int, out: Tensor) -> bool:
         """Whether it is of this round, and written to ``out``."""
         return self.round == round_index and self.out.data_ptr() == out.data_ptr()
+
+    def completes(self, parameter: Tensor) -> bool:
+        """Whether this is the last gradient of a stack that is missing."""
+        index = self._stack_of.get(parameter)
+        return index is not None and self._missing[index] == 1
 
     def arrived(self, parameter: Tensor) -> list[Pack] | None:
         """The stack of which this was the last gradient; ``None`` if others are missing, or it is known."""

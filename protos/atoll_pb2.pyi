@@ -60,6 +60,8 @@ class GetRunReply(_message.Message):
     TABLE_DIGEST_FIELD_NUMBER: _builtins.int
     DATA_DIGEST_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    SWARM_SECRET_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     run_file: _builtins.str
     """effective run file, TOML"""
@@ -70,6 +72,10 @@ class GetRunReply(_message.Message):
     """empty until the first node has joined"""
     round: _builtins.int
     """next round to commit"""
+    nonce: _builtins.bytes
+    """for one Join, soon"""
+    swarm_secret: _builtins.str
+    """that the nodes of the run share"""
     def __init__(
         self,
         *,
@@ -79,10 +85,12 @@ class GetRunReply(_message.Message):
         table_digest: _builtins.str = ...,
         data_digest: _builtins.str = ...,
         round: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+        swarm_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_digest", b"data_digest", "protocol", b"protocol", "round", b"round", "run_digest", b"run_digest", "run_file", b"run_file", "table_digest", b"table_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_digest", b"data_digest", "nonce", b"nonce", "protocol", b"protocol", "round", b"round", "run_digest", b"run_digest", "run_file", b"run_file", "swarm_secret", b"swarm_secret", "table_digest", b"table_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -112,6 +120,9 @@ class JoinRequest(_message.Message):
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     """host name or the user's choice, for people"""
@@ -141,6 +152,12 @@ class JoinRequest(_message.Message):
     lease_count: _builtins.int
     state_bytes: _builtins.int
     """of the shared state"""
+    key: _builtins.bytes
+    """Ed25519, public, 32 bytes: who the node is"""
+    nonce: _builtins.bytes
+    """from GetRunReply"""
+    signature: _builtins.bytes
+    """by the key, of nonce, run_digest and key, see protos/identity.py"""
     @_builtins.property
     def endpoint(self) -> Global___Endpoint:
         """how other nodes reach it"""
@@ -166,10 +183,13 @@ class JoinRequest(_message.Message):
         lease_count: _builtins.int = ...,
         state_bytes: _builtins.int = ...,
         endpoint: Global___Endpoint | None = ...,
+        key: _builtins.bytes = ...,
+        nonce: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "endpoint", b"endpoint", "former", b"former", "lease_count", b"lease_count", "lease_round", b"lease_round", "lease_start", b"lease_start", "name", b"name", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "state_bytes", b"state_bytes", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "data_digest", b"data_digest", "dtype", b"dtype", "endpoint", b"endpoint", "former", b"former", "key", b"key", "lease_count", b"lease_count", "lease_round", b"lease_round", "lease_start", b"lease_start", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "ranks", b"ranks", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "signature", b"signature", "state_bytes", b"state_bytes", "state_digest", b"state_digest", "table_digest", b"table_digest", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +245,7 @@ class NodeMessage(_message.Message):
     ABSTENTION_FIELD_NUMBER: _builtins.int
     HOLDING_FIELD_NUMBER: _builtins.int
     DETOUR_FIELD_NUMBER: _builtins.int
+    SHOWN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
@@ -245,6 +266,8 @@ class NodeMessage(_message.Message):
     def holding(self) -> Global___Holding: ...
     @_builtins.property
     def detour(self) -> Global___Detour: ...
+    @_builtins.property
+    def shown(self) -> Global___Shown: ...
     def __init__(
         self,
         *,
@@ -258,12 +281,13 @@ class NodeMessage(_message.Message):
         abstention: Global___Abstention | None = ...,
         holding: Global___Holding | None = ...,
         detour: Global___Detour | None = ...,
+        shown: Global___Shown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "detour", b"detour", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "detour", b"detour", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "shown", b"shown", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "detour", b"detour", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstention", b"abstention", "detour", b"detour", "endpoint", b"endpoint", "heartbeat", b"heartbeat", "holding", b"holding", "kind", b"kind", "leave", b"leave", "ready", b"ready", "report", b"report", "shown", b"shown", "slice_news", b"slice_news", "slice_trouble", b"slice_trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["heartbeat", "report", "ready", "leave", "endpoint", "slice_news", "slice_trouble", "abstention", "holding", "detour"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["heartbeat", "report", "ready", "leave", "endpoint", "slice_news", "slice_trouble", "abstention", "holding", "detour", "shown"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -396,6 +420,9 @@ class Endpoint(_message.Message):
     SWARM_ADDRESSES_FIELD_NUMBER: _builtins.int
     UPLINK_FIELD_NUMBER: _builtins.int
     DOWNLINK_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    UPLINK_MEASURED_FIELD_NUMBER: _builtins.int
+    DOWNLINK_MEASURED_FIELD_NUMBER: _builtins.int
     direct: _builtins.str
     """HOST:PORT; an empty host: as the coordinator sees it; empty: none"""
     swarm: _builtins.str
@@ -403,6 +430,11 @@ class Endpoint(_message.Message):
     uplink: _builtins.float
     """bytes per second; 0: not known"""
     downlink: _builtins.float
+    certificate: _builtins.bytes
+    """DER, that who listens at `direct` shows; empty: no TLS there"""
+    uplink_measured: _builtins.bool
+    """it is what transfers have reached, not the word of its user: rough"""
+    downlink_measured: _builtins.bool
     @_builtins.property
     def swarm_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """multiaddresses, each with the peer id at its end"""
@@ -415,10 +447,13 @@ class Endpoint(_message.Message):
         swarm_addresses: _abc.Iterable[_builtins.str] | None = ...,
         uplink: _builtins.float = ...,
         downlink: _builtins.float = ...,
+        certificate: _builtins.bytes = ...,
+        uplink_measured: _builtins.bool = ...,
+        downlink_measured: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct", b"direct", "downlink", b"downlink", "swarm", b"swarm", "swarm_addresses", b"swarm_addresses", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "direct", b"direct", "downlink", b"downlink", "downlink_measured", b"downlink_measured", "swarm", b"swarm", "swarm_addresses", b"swarm_addresses", "uplink", b"uplink", "uplink_measured", b"uplink_measured"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -626,6 +661,44 @@ class Detour(_message.Message):
 Global___Detour: _TypeAlias = Detour  # noqa: Y015
 
 @_typing.final
+class Shown(_message.Message):
+    """Answers a Retally: 64 bytes for each line, end to end. A voter may answer in two parts, each field once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    CONTRIBUTION_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    question: _builtins.int
+    contribution: _builtins.bytes
+    """lines that the node has sent"""
+    result: _builtins.bytes
+    """of the result: that it has received, or, as its reducer, has made"""
+    @_builtins.property
+    def received(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of a reducer: what it was sent by each voter, in slot order"""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        question: _builtins.int = ...,
+        contribution: _builtins.bytes = ...,
+        result: _builtins.bytes = ...,
+        received: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contribution", b"contribution", "question", b"question", "received", b"received", "result", b"result", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shown: _TypeAlias = Shown  # noqa: Y015
+
+@_typing.final
 class Abstention(_message.Message):
     """A member has nothing to contribute to a round whose slices travel between nodes."""
 
@@ -663,6 +736,7 @@ class CoordinatorMessage(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     TUNNEL_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    RETALLY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def round_open(self) -> Global___RoundOpen: ...
     @_builtins.property
@@ -683,6 +757,8 @@ class CoordinatorMessage(_message.Message):
     def tunnel(self) -> Global___Tunnel: ...
     @_builtins.property
     def paused(self) -> Global___Paused: ...
+    @_builtins.property
+    def retally(self) -> Global___Retally: ...
     def __init__(
         self,
         *,
@@ -696,16 +772,62 @@ class CoordinatorMessage(_message.Message):
         committed: Global___Commit | None = ...,
         tunnel: Global___Tunnel | None = ...,
         paused: Global___Paused | None = ...,
+        retally: Global___Retally | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "paused", b"paused", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "paused", b"paused", "reduce", b"reduce", "replay", b"replay", "retally", b"retally", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "paused", b"paused", "reduce", b"reduce", "replay", b"replay", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "donate", b"donate", "kind", b"kind", "load_state", b"load_state", "paused", b"paused", "reduce", b"reduce", "replay", b"replay", "retally", b"retally", "round_open", b"round_open", "stop", b"stop", "topology", b"topology", "tunnel", b"tunnel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop", "replay", "topology", "reduce", "committed", "tunnel", "paused"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["round_open", "donate", "load_state", "stop", "replay", "topology", "reduce", "committed", "tunnel", "paused", "retally"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___CoordinatorMessage: _TypeAlias = CoordinatorMessage  # noqa: Y015
+
+@_typing.final
+class Retally(_message.Message):
+    """Show lines, of 64 bytes, of a round in flight, which is reduced: they were drawn by lot, and will be made a second
+    time. To all voters, or, with `received`, to the node that reduces them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    OUT_LINES_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    question: _builtins.int
+    digest: _builtins.bytes
+    """of the whole result, as in Holding: another one is not meant"""
+    received: _builtins.bool
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the contributions"""
+
+    @_builtins.property
+    def out_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the result, as many"""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        question: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        lines: _abc.Iterable[_builtins.int] | None = ...,
+        out_lines: _abc.Iterable[_builtins.int] | None = ...,
+        received: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "lines", b"lines", "out_lines", b"out_lines", "question", b"question", "received", b"received", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retally: _TypeAlias = Retally  # noqa: Y015
 
 @_typing.final
 class Paused(_message.Message):
@@ -793,6 +915,7 @@ class PeerNode(_message.Message):
     SWARM_ADDRESSES_FIELD_NUMBER: _builtins.int
     CALL_TOKEN_FIELD_NUMBER: _builtins.int
     ACCEPT_TOKEN_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     direct: _builtins.str
     """HOST:PORT that the coordinator could reach; empty: none"""
@@ -801,6 +924,8 @@ class PeerNode(_message.Message):
     """what the receiver shows when it calls that node"""
     accept_token: _builtins.bytes
     """what that node shows when it calls the receiver"""
+    certificate: _builtins.bytes
+    """DER, that it shows at `direct`; empty: no TLS there"""
     @_builtins.property
     def swarm_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -812,10 +937,11 @@ class PeerNode(_message.Message):
         swarm_addresses: _abc.Iterable[_builtins.str] | None = ...,
         call_token: _builtins.bytes = ...,
         accept_token: _builtins.bytes = ...,
+        certificate: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_token", b"accept_token", "call_token", b"call_token", "direct", b"direct", "node", b"node", "swarm", b"swarm", "swarm_addresses", b"swarm_addresses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_token", b"accept_token", "call_token", b"call_token", "certificate", b"certificate", "direct", b"direct", "node", b"node", "swarm", b"swarm", "swarm_addresses", b"swarm_addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1851,6 +1977,7 @@ class StatusReply(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     RESULT_BYTES_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
+    SECURITY_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     run_digest: _builtins.str
     method: _builtins.str
@@ -1879,6 +2006,8 @@ class StatusReply(_message.Message):
     """of a result, mean over the rounds of a cycle"""
     ways: _builtins.str
     """in words, how the bytes of a round travel; empty: all to the coordinator"""
+    security: _builtins.str
+    """of the coordinator's connections: "tls", "mtls" or "none" """
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
@@ -1912,10 +2041,11 @@ class StatusReply(_message.Message):
         state_digest: _builtins.str = ...,
         result_bytes: _builtins.int = ...,
         ways: _builtins.str = ...,
+        security: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "counters", b"counters", "curve", b"curve", "epoch", b"epoch", "method", b"method", "nodes", b"nodes", "parameters", b"parameters", "payload_bytes", b"payload_bytes", "phase", b"phase", "reason", b"reason", "result_bytes", b"result_bytes", "round", b"round", "rounds", b"rounds", "run", b"run", "run_digest", b"run_digest", "seconds", b"seconds", "state_digest", b"state_digest", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "counters", b"counters", "curve", b"curve", "epoch", b"epoch", "method", b"method", "nodes", b"nodes", "parameters", b"parameters", "payload_bytes", b"payload_bytes", "phase", b"phase", "reason", b"reason", "result_bytes", b"result_bytes", "round", b"round", "rounds", b"rounds", "run", b"run", "run_digest", b"run_digest", "seconds", b"seconds", "security", b"security", "state_digest", b"state_digest", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1932,18 +2062,22 @@ class ProbeRequest(_message.Message):
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     port: _builtins.int
     """where the caller listens as a node does; 0: nowhere"""
+    certificate: _builtins.bytes
+    """DER, that it shows there; empty: no TLS there"""
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
         port: _builtins.int = ...,
+        certificate: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "port", b"port", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1962,6 +2096,7 @@ class ProbeReply(_message.Message):
     WHY_NOT_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     FROM_PORT_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     """of Atoll, for people"""
@@ -1980,6 +2115,10 @@ class ProbeReply(_message.Message):
     def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """HOST:PORT of nodes that have been reached there"""
 
+    @_builtins.property
+    def certificates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """DER, one for each of `peers`; empty: no TLS there"""
+
     def __init__(
         self,
         *,
@@ -1992,10 +2131,11 @@ class ProbeReply(_message.Message):
         why_not: _builtins.str = ...,
         peers: _abc.Iterable[_builtins.str] | None = ...,
         from_port: _builtins.int = ...,
+        certificates: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_port", b"from_port", "host", b"host", "peers", b"peers", "protocol", b"protocol", "run_digest", b"run_digest", "time", b"time", "transport", b"transport", "version", b"version", "why_not", b"why_not"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificates", b"certificates", "from_port", b"from_port", "host", b"host", "peers", b"peers", "protocol", b"protocol", "run_digest", b"run_digest", "time", b"time", "transport", b"transport", "version", b"version", "why_not", b"why_not"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ from protos.codecs import LINE_BYTES, LINE_ELEMENTS, CodecError, CodecSpec, matr
 __all__ = [
     "LINE_BYTES",
     "LINE_ELEMENTS",
+    "MEDIAN",
     "SCALE",
     "Bucket",
     "BucketTable",
@@ -31,6 +32,7 @@ __all__ = [
     "TableSchedule",
 ]
 
+MEDIAN: Final = 32767  # values to trim: more than half of any voters
 SCALE: Final = "/scale"  # behind the name of a majority: the mean magnitudes of what is voted on
 
 Reduce = Literal["majority", "mean", "basis"]
@@ -145,7 +147,7 @@ class MeanRule:
         clip: a voter's bucket whose norm is above ``clip`` times the voters' median norm of it is scaled down
             to that; 0 = off.
         trim: this many of the largest and of the smallest values of each entry are left out of its mean; less
-            where there are not more than ``2 * trim`` voters. 0 = off.
+            where there are not more than ``2 * trim`` voters. 0 = off; :data:`MEDIAN` leaves one or two.
     """
 
     clip: float = 0.0

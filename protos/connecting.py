@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-Cause = Literal["NOBODY_LISTENS", "NAME", "UNREACHABLE", "SILENT", "STRANGER", "BROKEN"]
+Cause = Literal[
+    "NOBODY_LISTENS",
+    "NAME",
+    "UNREACHABLE",
+    "SILENT",
+    "STRANGER",
+    "BROKEN",
+    "CERTIFICATE",
+    "PLAINTEXT",
+    "ENCRYPTED",
+    "HANDSHAKE",
+]
+
+
+_WRONG_CERTIFICATE: Final = (
+    "certificate_verify_failed",
+    "certificate signature failure",
+    "hostname verification",
+)
 
 
 class Failed(NamedTuple):
@@ -31,6 +49,17 @@ def failed_connection(words: str, address: str, who: str) -> Failed:
         return Failed(
             "NAME", f"the host name {host!r} does not resolve: check its spelling and this host's DNS"
         )
+    if any(sign in lower for sign in _WRONG_CERTIFICATE):
+        return Failed(
+            "CERTIFICATE",
+            f"what answers at {address} is not {who}: it shows another certificate than was said of that",
+        )
+    if "wrong_version_number" in lower:
+        return Failed("PLAINTEXT", plaintext_at(address))
+    if "tls handshake failed" in lower or "ssl handshake failed" in lower:
+        return Failed(
+            "HANDSHAKE", f"TLS with {who} at {address} failed ({cause.rpartition(': OK')[0] or cause})"
+        )
     if "http/2" in lower or "settings frame as the first" in lower:
         return Failed("STRANGER", f"what answers at {address} does not speak gRPC ({cause}); check the port")
     if "before receiving settings" in lower:
@@ -44,3 +73,12 @@ def failed_connection(words: str, address: str, who: str) -> Failed:
     if "no route" in lower or "unreachable" in lower:
         return Failed("UNREACHABLE", f"{address} cannot be reached: {cause}")
     return Failed("BROKEN", f"the connection to {who} at {address} broke ({cause or 'no reason given'})")
+
+
+def plaintext_at(address: str) -> str:
+    """In words, that TLS was asked for at ``address`` and something else answered."""
+    return (
+        f"what listens at {address} does not speak TLS: check the port. A coordinator that was started with "
+        "--insecure has another invite (atoll+insecure://…), which protects nothing; else somebody stands in "
+        "between"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from protos.address import Address
 from protos.metric_table import OF_PROCESS, SECONDS, Exporter, MetricSpec, exported_by
 
+REQUEST_SECONDS: Final = 10.0  # for a request to be here whole
 _CREATED: Final = "_created"  # when a counter began: twice as many series, for nothing
 
 
@@ -126,6 +127,9 @@ class MetricsServer:
         self._server: WSGIServer
         self._thread: threading.Thread
         self._server, self._thread = start_http_server(listen.port, listen.host, registry)
+        # Whoever connects and says nothing would keep a thread for ever.
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": REQUEST_SECONDS})
         self.address = Address(listen.host, self._server.server_port)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from protos.limits import LIMITS, Limits
 from protos.wire import MAX_MESSAGE_BYTES
 
 Options = tuple[tuple[str, int], ...]
@@ -38,9 +39,29 @@ SERVER_OPTIONS: Final[Options] = (
     *_SHARED,
     # A message somewhat over the limit is refused in words; gRPC would break the stream without any.
     ("grpc.max_receive_message_length", 4 * MAX_MESSAGE_BYTES),
-    # or the server answers the clients' keepalive with GOAWAY "too_many_pings"
+    # Clients' keepalive comes three times as seldom; who pings faster for long is answered with GOAWAY.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_ping_strikes", 64),
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 1024),  # of one connection
+    ("grpc.max_connection_idle_ms", 15 * 60_000),  # a connection without calls ends
 )
+
+# Of a node's server for other nodes: what a stranger sends is read before it is known who that is.
+PEER_OPTIONS: Final[Options] = (
+    *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
+    ("grpc.max_allowed_incoming_connections", LIMITS.connections),
+    ("grpc.server_handshake_timeout_ms", round(1e3 * LIMITS.handshake_seconds)),
+)
+
+
+def limited(limits: Limits) -> Options:
+    """The options of a coordinator's server."""
+    milliseconds = round(1e3 * limits.handshake_seconds)
+    return (
+        *SERVER_OPTIONS,
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.server_handshake_timeout_ms", milliseconds),
+        ("grpc.http2.settings_timeout", milliseconds),
+    )

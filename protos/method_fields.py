@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from protos.buckets import MEDIAN
 from protos.codecs import CodecError, CodecSpec
 from protos.methods import OPTIMIZERS, TORCH, VOTE
 from protos.problems import Form
@@ -93,6 +94,10 @@ def _plain(value: Any) -> bool:
     return isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
+def _trim(value: Any) -> Any:
+    return MEDIAN if value == "median" else value
+
+
 Rate = Annotated[float, Field(gt=0, le=100)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Codec = Annotated[str, AfterValidator(_codec), Form(f'"vote", "vote-row", or a codec: {_CODECS}')]
@@ -103,6 +108,11 @@ VectorCodec = Annotated[
 ]
 MomentsCodec = Annotated[
     str, AfterValidator(_moments_codec), Form(f"a codec of numbers: {', '.join(MOMENT_KINDS)}")
+]
+Trim = Annotated[
+    Annotated[int, Field(ge=0, le=MEDIAN)],
+    BeforeValidator(_trim),
+    Form(f'a whole number from 0 to {MEDIAN}, or "median", which is {MEDIAN}'),
 ]
 OptimizerName = Annotated[
     str,

@@ -13,6 +13,7 @@ from protos.method_fields import (
     OptimizerName,
     OptimizerOptions,
     Rate,
+    Trim,
     VectorCodec,
 )
 from protos.methods import (
@@ -232,11 +233,10 @@ class MethodKeys(Section):
         le=10**6,
         description="Largest norm of a contribution to a mean, in multiples of the median; 0 is no limit.",
     )
-    trim: int = Field(
+    trim: Trim = Field(
         default=0,
-        ge=0,
-        le=32767,
-        description="Largest and smallest values, so many each, that the mean of an entry leaves out.",
+        description="Largest and smallest values, so many each, that the mean of an entry leaves out: as "
+        "many as nodes may lie. 'median' leaves out all but the one or two in the middle.",
     )
     warmup: int = Field(
         default=50,

@@ -35,6 +35,7 @@ class MetricSpec:
 
 
 LABELS: Final = {
+    "cause": "of suspicion: `disagrees`, `constant`, `copies`, `replays`, `invalid`, `abstains` or `lies`",
     "collective": "`gather` (weights, received), `reduce` (gradients, sent) or `scalar` (a norm, or a flag)",
     "device": "where the node trains, as torch names it",
     "direction": "`sent` or `received`, as `node` sees it",
@@ -44,6 +45,7 @@ LABELS: Final = {
     "method": "name of the training method",
     "name": "what its user calls a node",
     "node": "identity within the run, such as `node-0`, or `coordinator`; empty before a node has joined",
+    "outcome": "of a second reduction: `clear`, `unknown`, `disputed`, `evaded` or `lied`",
     "peer": "the other end: `coordinator`, a node's identity, or `others` (callers that are no nodes yet, "
     "and the nodes beyond the first 1024)",
     "phase": "of a run: `gathering`, `syncing`, `training`, `paused`, `done`, `failed` or `suspended`; of a "
@@ -97,6 +99,13 @@ OF_COORDINATOR: Final = (
     MetricSpec("atoll_roster_epoch", "gauge", "How often the roster has changed."),
     MetricSpec("atoll_tunnels", "gauge", "Streams between nodes through the coordinator that are open."),
     MetricSpec("atoll_tunnels_opened_total", "counter", "Such streams that both nodes have come to."),
+    MetricSpec(
+        "atoll_retallies_total",
+        "counter",
+        "Rounds between nodes of which drawn lines were reduced a second time and all was clear, or unknown; "
+        "and reducers for whom it was not clear, see docs/security.md.",
+        ("outcome",),
+    ),
     MetricSpec("atoll_loss_nats", "gauge", "Training loss of a token in the last round, mean over nodes."),
     MetricSpec("atoll_validation_loss_nats", "gauge", "Validation loss of a token, as measured last."),
     MetricSpec("atoll_validation_bits_per_byte", "gauge", "The same in bits per byte of text."),
@@ -149,6 +158,26 @@ OF_COORDINATOR: Final = (
     ),
     MetricSpec(
         "atoll_member_abstentions_total", "counter", "Of those, the ones in which it abstained.", _MEMBER
+    ),
+    MetricSpec(
+        "atoll_member_suspicion_ratio",
+        "gauge",
+        "How far a node is under suspicion by its last rounds, see docs/security.md: of `disagrees` 0 like "
+        "the others, 1 as a coin, 2 the opposite; of `lies` 2 once it is certain; else the share of these "
+        "rounds.",
+        (*_MEMBER, "cause"),
+    ),
+    MetricSpec(
+        "atoll_member_suspected",
+        "gauge",
+        "1 for a node whose suspicion has reached the run file's [byzantine] warn, else 0.",
+        _MEMBER,
+    ),
+    MetricSpec(
+        "atoll_member_retallies_unanswered_total",
+        "counter",
+        "Questions for drawn lines of its contribution that a node has not answered in time.",
+        _MEMBER,
     ),
     MetricSpec("atoll_member_ranks", "gauge", "Processes of a node.", _MEMBER),
     MetricSpec("atoll_member_weight", "gauge", "Weight of a node's vote.", _MEMBER),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from protos.wire import REFUSAL_KEY
 
 Code = Literal[
     "INVALID_ARGUMENT",
     "FAILED_PRECONDITION",
     "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
     "ALREADY_EXISTS",
     "NOT_FOUND",
     "RESOURCE_EXHAUSTED",
@@ -36,6 +39,14 @@ LATE: Final = "late"
 # Everything else.
 JOIN: Final = "join-refused"
 BAD_TOKEN: Final = "bad-token"
+TOKEN_EXPIRED: Final = "token-expired"
+TOKEN_REVOKED: Final = "token-revoked"
+WRONG_ROLE: Final = "wrong-role"
+REPLAYED_JOIN: Final = "replayed-join"
+KEY_IN_USE: Final = "key-in-use"
+BAD_IDENTITY: Final = "bad-identity"
+OLD_VERSION: Final = "old-version"
+EXPELLED: Final = "expelled"
 BAD_SESSION: Final = "bad-session"
 SECOND_SESSION: Final = "second-session"
 BAD_MESSAGE: Final = "bad-message"
@@ -47,6 +58,9 @@ DIGEST_MISMATCH: Final = "digest-mismatch"
 FELL_BEHIND: Final = "fell-behind"
 NOT_KEPT: Final = "not-kept"
 OVERLOADED: Final = "overloaded"
+FLOOD: Final = "flood"  # too often in too short a time
+SILENT: Final = "silent-connection"  # no right token in time
+CROWDED: Final = "crowded-address"  # too many connections
 TUNNEL: Final = "tunnel-refused"
 
 
@@ -58,3 +72,8 @@ class Refused(Exception):
         self.kind = kind
         self.text = text
         self.code: Code = code
+
+
+def kind_in(metadata: Any) -> str:
+    """The kind of refusal that came with the status of a call, in its trailing metadata; empty: none."""
+    return next((str(value) for key, value in metadata or () if key == REFUSAL_KEY), "")

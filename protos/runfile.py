@@ -1,7 +1,7 @@
 """The run file: one TOML text that says everything a run is, checked before anything starts.
 
 Node and coordinator read the same text and compare its digest when a node joins: the digest of the effective
-values, without the coordinator's addresses. Imports no torch.
+values, without the coordinator's addresses and limits. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from protos.byzantine_section import ByzantineConfig
 from protos.digests import sha256_text
 from protos.method_section import MethodConfig
 from protos.methods import outer_momentum
@@ -25,6 +26,7 @@ from protos.sections import (
     CoordinatorConfig,
     DataConfig,
     ExchangeConfig,
+    LimitsConfig,
     ModelConfig,
     RoundConfig,
     RunConfig,
@@ -39,9 +41,11 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "ByzantineConfig",
     "CoordinatorConfig",
     "DataConfig",
     "ExchangeConfig",
+    "LimitsConfig",
     "MethodConfig",
     "ModelConfig",
     "RoundConfig",
@@ -73,8 +77,10 @@ class RunFile(BaseModel):
     data: DataConfig = Field(default_factory=DataConfig)
     method: MethodConfig = Field(default_factory=MethodConfig)
     round: RoundConfig = Field(default_factory=RoundConfig)
+    byzantine: ByzantineConfig = Field(default_factory=ByzantineConfig)
     exchange: ExchangeConfig = Field(default_factory=ExchangeConfig)
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
     @model_validator(mode="after")
     def _check_together(self) -> RunFile:
@@ -137,7 +143,7 @@ class RunFile(BaseModel):
     @property
     def digest(self) -> str:
         """sha256, in hex, of the effective values of all sections that decide what is computed."""
-        ways = (ExchangeConfig.title, CoordinatorConfig.title)
+        ways = (ByzantineConfig.title, ExchangeConfig.title, CoordinatorConfig.title, LimitsConfig.title)
         values = {name: dict(section) for name, section in self if name not in ways}
         canonical = json.dumps(
             [_DIGEST_FORMAT, values], sort_keys=True, separators=(",", ":"), allow_nan=False
@@ -185,7 +191,7 @@ def _too_small_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
 
 def _missing_vocab(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
     tokens = data.tokenizer != "bytes" or data.source.endswith((".bin", ".npy"))
-    if tokens and model.vocab is None and not model.name.startswith("hf:"):
+    if tokens and model.vocab is None and model.name == "llama":
         rule = "must be given unless the data are bytes: the coordinator never reads the data"
         yield Problem("model", "vocab", rule, "write the number of the tokenizer's token ids")
 

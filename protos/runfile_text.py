@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from protos import waits
+from protos.buckets import MEDIAN
 from protos.codecs import CodecSpec
 from protos.method_section import MethodConfig
 from protos.methods import LONG_MOMENTUM, LONG_RUN, PRESETS, SHORT_MOMENTUM, VOTE
@@ -20,8 +21,9 @@ from protos.section import Section
 from protos.sections import SECTIONS, file_value, used_keys
 from protos.toml_writer import to_toml_value
 
+LONG_LIST = 4  # entries from which on a list is counted, not shown
 _WIDTH = 100
-_BY_ROUNDS = (("method", "warmup"), ("method", "outer_momentum"))  # RunFile takes [run] rounds into account
+BY_ROUNDS = (("method", "warmup"), ("method", "outer_momentum"))  # RunFile takes [run] rounds into account
 _TOLD = ("embedding_lr", "vector_lr", "warmup", "outer_lr", "outer_momentum", "mix")  # by their descriptions
 
 
@@ -37,9 +39,11 @@ class Setting(NamedTuple):
     @property
     def text(self) -> str:
         """The value for people: TOML, or in words what a value left out means."""
+        if isinstance(self.value, list) and len(self.value) > LONG_LIST:
+            return f"({len(self.value):,} of them)"
         if self.value is not None:
             return to_toml_value(self.value)
-        return f"({_unset(SECTIONS[self.section], self.key).meaning})"
+        return f"({left_out(SECTIONS[self.section], self.key).meaning})"
 
 
 def describe(runfile: RunFile) -> list[Setting]:
@@ -61,11 +65,11 @@ def example_toml(runfile: RunFile | None = None) -> str:
     It parses to ``runfile``, or to the defaults. What follows from other keys, and what has no effect beside
     them, stays a comment.
     """
-    lines = _comment("A run of Atoll. Every key may be left out; what stands here is what it then is.", "##")
+    lines = comment("A run of Atoll. Every key may be left out; what stands here is what it then is.", "##")
     if runfile is not None:
-        lines = _comment("A run of Atoll. Keys in comments follow from the others.", "##")
+        lines = comment("A run of Atoll. Keys in comments follow from the others.", "##")
     for name, section in RunFile() if runfile is None else runfile:
-        lines += ["", *_comment(inspect.getdoc(type(section)) or "", "##"), f"[{name}]"]
+        lines += ["", *comment(inspect.getdoc(type(section)) or "", "##"), f"[{name}]"]
         for key in type(section).model_fields:
             lines += ["", *_example_key(section, key)]
     return "\n".join(lines) + "\n"
@@ -79,27 +83,27 @@ def _example_key(section: Section, key: str) -> Iterator[str]:
     words += _by_method(section, key)
     value = file_value(section, key)
     if value is None:
-        unset = _unset(type(section), key)
+        unset = left_out(type(section), key)
         words.append(f"Left out: {unset.meaning}.")
         value = unset.example
     unused = section.unused().get(key)
     if unused:
         words.append(f"Has no effect here: {unused}.")
-    yield from _comment(" ".join(words), "#")
+    yield from comment(" ".join(words), "#")
     # What follows from other keys stays a comment, so that changing those is enough.
-    given = key in section.model_fields_set or not _follows(type(section), key)
+    given = key in section.model_fields_set or not follows(type(section), key)
     fixed = key in used_keys(section) and given
     yield f"{'' if fixed else '# '}{key} = {to_toml_value(value)}"
 
 
-def _follows(section: type[Section], key: str) -> bool:
+def follows(section: type[Section], key: str) -> bool:
     """Whether the default of ``key`` follows from the values of other keys."""
-    return section.model_fields[key].default_factory not in (None, dict) or (section.title, key) in _BY_ROUNDS
+    return section.model_fields[key].default_factory not in (None, dict) or (section.title, key) in BY_ROUNDS
 
 
 def _by_method(section: Section, key: str) -> Iterator[str]:
     """The defaults of ``key`` and the methods that have them, where they follow from the method alone."""
-    if not isinstance(section, MethodConfig) or not _follows(MethodConfig, key) or key in _TOLD:
+    if not isinstance(section, MethodConfig) or not follows(MethodConfig, key) or key in _TOLD:
         return
     methods: dict[str, list[str]] = {}
     for name in PRESETS:
@@ -111,14 +115,20 @@ def _by_method(section: Section, key: str) -> Iterator[str]:
         yield f"Left out: {'; '.join(defaults)}."
 
 
-def _unset(section: type[Section], key: str) -> Unset:
+def left_out(section: type[Section], key: str) -> Unset:
+    """What it means to leave out ``key``, which has no value of its own then.
+
+    Raises:
+        KeyError: it always has one.
+    """
     for mark in section.model_fields[key].metadata:
         if isinstance(mark, Unset):
             return mark
     raise KeyError(f"[{section.title}] {key} cannot be left without a value")
 
 
-def _comment(text: str, mark: str) -> list[str]:
+def comment(text: str, mark: str) -> list[str]:
+    """A text as lines of a comment that begin with ``mark``."""
     return [f"{mark} {line}" for line in textwrap.wrap(text, _WIDTH - len(mark) - 1, break_on_hyphens=False)]
 
 
@@ -173,7 +183,7 @@ def _local_advice(runfile: RunFile) -> Iterator[str]:
             "[method] omega = 1: without the step along the whole gradient the weights never leave the span "
             "of the first basis, and the loss stagnates; leave it out for 0.9"
         )
-    if method.trim and "trim" not in unused and 2 * method.trim >= runfile.run.nodes:
+    if 0 < method.trim < MEDIAN and "trim" not in unused and 2 * method.trim >= runfile.run.nodes:
         yield (
             f"[method] trim = {method.trim} with [run] nodes = {runfile.run.nodes}: a trimmed mean needs "
             f"more than {2 * method.trim} nodes; with fewer less is left out"

@@ -11,7 +11,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from protos.address import Address
+from protos.byzantine_section import ByzantineConfig
+from protos.limits import LIMITS, Limits
 from protos.method_section import MethodConfig
+from protos.model_tensors import OWN, parse_all
 from protos.problems import Form, Problem, Unset
 from protos.section import Section
 from protos.units import UnitError, parse_duration
@@ -96,12 +99,23 @@ class ModelConfig(Section):
     title = "model"
 
     name: Annotated[
-        str, Form('"llama", or "hf:" and the folder, config.json or hub id of a Transformers model')
+        str, Form('"llama", "own", or "hf:" and the folder, config.json or hub id of a Transformers model')
     ] = Field(
         default="llama",
-        pattern=r"^(llama|hf:.*\S.*)$",
+        pattern=r"^(llama|own|hf:.*\S.*)$",
         max_length=4096,
-        description="Architecture; 'hf:' (extra 'hf') takes its sizes from the configuration it names.",
+        description="Architecture; 'hf:' (extra 'hf') takes its sizes from the configuration it names, 'own' "
+        "is the model of a script that joins by atoll.join.",
+    )
+    tensors: Annotated[
+        list[str] | None,
+        Form('texts such as "fc.weight matrix 64x32"'),
+        Unset("an architecture has its own", ["fc.weight matrix 64x32"]),
+    ] = Field(
+        default=None,
+        min_length=1,
+        description="Name, role and shape of each trainable tensor of an 'own' model, in the model's order; "
+        "'atoll run init --model FILE.py:FUNCTION' writes them.",
     )
     d_model: int = Field(default=64, ge=2, le=1 << 16, description="Width of the residual stream.")
     layers: int = Field(default=2, ge=1, le=4096, description="Number of decoder layers.")
@@ -121,12 +135,36 @@ class ModelConfig(Section):
         return (self._unused_sizes(),)
 
     def _unused_sizes(self) -> Iterator[tuple[str, str]]:
-        if self.name.startswith("hf:"):
+        if self.name != OWN:
+            yield "tensors", f"{self.name} has tensors of its own"
+        if self.name == OWN:
+            for key in ("d_model", "layers", "heads", "ff", "context", "vocab", "tied"):
+                yield key, "the script that trains brings its model along"
+        elif self.name.startswith("hf:"):
             for key in ("d_model", "layers", "heads", "ff", "tied"):
                 yield key, f"{self.name} brings its own sizes"
 
+    @property
+    def predicted(self) -> int:
+        """Tokens that are predicted of a sample; a sample of a script's own data counts as one."""
+        return 1 if self.name == OWN else self.context
+
     def broken_rules(self) -> Iterable[Iterator[Problem]]:
-        return (self._broken_heads(),)
+        return (self._broken_heads(), self._broken_tensors())
+
+    def _broken_tensors(self) -> Iterator[Problem]:
+        if self.name != OWN:
+            return
+        if self.tensors is None:
+            rule = 'must be given with name = "own": what travels follows from them'
+            fix = "'atoll run init --model FILE.py:FUNCTION' writes them"
+            yield Problem(self.title, "tensors", rule, fix)
+            return
+        try:
+            for _ in parse_all(self.tensors):
+                pass
+        except ValueError as error:
+            yield Problem(self.title, "tensors", str(error), "", self.tensors)
 
     def _broken_heads(self) -> Iterator[Problem]:
         if self.name == "llama" and self.d_model % (2 * self.heads):
@@ -226,6 +264,74 @@ class CoordinatorConfig(Section):
         return Address.parse(self.listen)
 
 
+class LimitsConfig(Section):
+    """What strangers and nodes may take of the coordinator; many may share an address behind a NAT.
+
+    Of what is counted by the minute, a minute's worth may come at once. This section is not part of the run's
+    digest.
+    """
+
+    title = "limits"
+
+    connections: int = Field(
+        default=LIMITS.connections, ge=1, le=1 << 20, description="TCP connections to the coordinator in all."
+    )
+    connections_per_address: int = Field(
+        default=LIMITS.connections_per_address,
+        ge=1,
+        le=1 << 20,
+        description="Connections from one address (IPv6: from one network of 64 bits).",
+    )
+    handshake_seconds: Duration = Field(
+        default=LIMITS.handshake_seconds, description="For the handshakes of a connection, TLS included."
+    )
+    first_call_seconds: Duration = Field(
+        default=LIMITS.first_call_seconds,
+        description="Until a connection has shown a right token; then it is cut. Also until the first "
+        "message of a call is there whole.",
+    )
+    wrong_tokens: int = Field(
+        default=LIMITS.wrong_tokens,
+        ge=1,
+        le=1 << 30,
+        description="Wrong tokens a minute from an address; beyond that, its connections without a right one "
+        "are cut.",
+    )
+    joins: int = Field(
+        default=LIMITS.joins, ge=1, le=1 << 30, description="Nodes that join from an address in a minute."
+    )
+    questions: int = Field(
+        default=LIMITS.questions,
+        ge=1,
+        le=1 << 30,
+        description="Questions about the run and its status from an address in a minute.",
+    )
+    contributions: int = Field(
+        default=LIMITS.contributions,
+        ge=1,
+        le=1 << 30,
+        description="Streams of contributions that each rank of a node opens in a minute.",
+    )
+    messages: int = Field(
+        default=LIMITS.messages,
+        ge=1,
+        le=1 << 30,
+        description="Messages on a node's session in a minute; what comes faster waits.",
+    )
+    state: int = Field(
+        default=LIMITS.state,
+        ge=0,
+        le=1 << 46,
+        description="Largest shared state in bytes, for which the coordinator takes room on its disk; 0: 64 "
+        "bytes for each parameter that travels, and 64 MiB.",
+    )
+
+    @property
+    def limits(self) -> Limits:
+        """As the coordinator takes them."""
+        return Limits(**dict(self))
+
+
 SECTIONS: Final[dict[str, type[Section]]] = {
     model.title: model
     for model in (
@@ -234,8 +340,10 @@ SECTIONS: Final[dict[str, type[Section]]] = {
         DataConfig,
         MethodConfig,
         RoundConfig,
+        ByzantineConfig,
         ExchangeConfig,
         CoordinatorConfig,
+        LimitsConfig,
     )
 }
 

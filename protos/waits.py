@@ -13,6 +13,7 @@ HEARTBEAT_SECONDS: Final = 5.0
 MISSED: Final = 3  # heartbeats until a node counts as departed
 FLOOR_SECONDS: Final = 5.0  # of a silence between nodes: lost packets or a busy machine take as long
 FACTOR: Final = 1.0  # of the time that the others took: one that is silent makes a round last twice as long
+ANSWER_SECONDS: Final = 30.0  # at most, for answers about a result that is not announced yet
 _SLACK_SECONDS: Final = 60.0  # for transfers and the reduction
 
 
@@ -30,10 +31,16 @@ def patience(took: float, floor: float = FLOOR_SECONDS, factor: float = FACTOR) 
     return max(floor, factor * took)
 
 
+def answer_patience(took: float) -> float:
+    """Seconds for answers about a result, which came ``took`` seconds after all that it was made of."""
+    return min(patience(took), ANSWER_SECONDS)
+
+
 def longest_round(deadline: float, start_timeout: float) -> float:
     """Seconds after which a node no longer waits for the result of a round: later than any verdict, which may
-    wait for the first contribution, the deadline, and as long again for a quorum."""
-    return 2 * start_timeout + deadline + _SLACK_SECONDS
+    wait for the first contribution, the deadline, and as long again for a quorum; and than answers of voters
+    and then of reducers about the result."""
+    return 2 * start_timeout + deadline + 2 * ANSWER_SECONDS + _SLACK_SECONDS
 
 
 def waits(deadline: float, start_timeout: float) -> tuple[Wait, ...]:

@@ -13,13 +13,14 @@ from typing import Final
 
 import xxhash
 
-PROTOCOL: Final = 4  # raised when old and new nodes cannot work together
+PROTOCOL: Final = 5  # raised when old and new nodes cannot work together
 
 CONTROL_SERVICE: Final = "atoll.v1.Coordinator"  # GetRun, Join, Session, GetStatus, Probe
 BULK_SERVICE: Final = "atoll.v1.Bulk"  # Exchange, PutChunks, GetChunks, GetResults, Tunnel, Measure: bytes
 PEER_SERVICE: Final = "atoll.v1.Peer"  # of a node, for other nodes: Stream, Reach. Raw bytes
 TOKEN_KEY: Final = "atoll-token"
 SESSION_KEY: Final = "atoll-session"
+REFUSAL_KEY: Final = "atoll-refusal"  # with the status of a refused call: the kind, of protos/refusal.py
 PEER_END: Final = b""  # a side's last message on a stream between nodes: not a frame, so nothing else is it
 TUNNEL_TO_KEY: Final = "atoll-tunnel-to"  # of the call Tunnel: the node that is called
 TUNNEL_KEY: Final = "atoll-tunnel"  # of the call Tunnel by the node that is called: the key it was given

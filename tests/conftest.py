@@ -17,7 +17,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a Docker engine run only if they are asked for: `-m docker`."""
+    """Tests that need a Docker engine run only if they are asked for: `-m docker`. Files with long tests come
+    first: at the end of several processes' work none has such a file left."""
+    long = {item.path for item in items if item.get_closest_marker("slow") or "system" in item.path.parts}
+    items.sort(key=lambda item: item.path not in long)
     if "docker" in config.getoption("markexpr", ""):
         return
     kept = [item for item in items if item.get_closest_marker("docker") is None]

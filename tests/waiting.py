@@ -5,11 +5,14 @@ Within one process tests wait for events instead.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+
+from bench.ports import free_port
+
+__all__ = ["DEADLINE", "free_port", "until"]
 
 DEADLINE = 240.0  # seconds; only a hang reaches it
 _POLL_SECONDS = 0.02
@@ -36,10 +39,3 @@ def until(
             return
         assert time.monotonic() < end, f"{what} did not come within {deadline:g} s; {fate()}"
         _never.wait(pause)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

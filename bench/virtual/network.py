@@ -31,7 +31,7 @@ class Call:
         self._down = Wire(self.line, self.site.process, self._process)
         self._answers = Inbox()
         self._over = asyncio.Event()
-        self._status: tuple[grpc.StatusCode, str] | None = None
+        self._status: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] | None = None
         self._closed = False  # the node's side
         self._written = 0
         self._alarm: asyncio.TimerHandle | None = None
@@ -116,15 +116,22 @@ class Call:
 
     def _raise(self) -> None:
         if self._status is not None and self._status[0] is not grpc.StatusCode.OK:
-            code, details = self._status
+            code, details, trailing = self._status
             if code is grpc.StatusCode.CANCELLED:
                 raise asyncio.CancelledError
-            raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(), details, None)
+            raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), details, None)
 
-    def settle(self, code: grpc.StatusCode, details: str, *, forget: bool = True) -> None:
+    def settle(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        trailing: tuple[tuple[str, str], ...] = (),
+        *,
+        forget: bool = True,
+    ) -> None:
         """The node learns how it ended."""
         if self._status is None:
-            self._status = code, details
+            self._status = code, details, trailing
             self._answers.end()
             self._over.set()
             if self._alarm is not None:
@@ -138,9 +145,9 @@ class Call:
         """The coordinator sends."""
         self._down.put(lambda: self._answers.add(message))
 
-    def end(self, code: grpc.StatusCode, details: str) -> None:
+    def end(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str], ...] = ()) -> None:
         """The coordinator has ended it."""
-        self._down.put(lambda: self.settle(code, details))
+        self._down.put(lambda: self.settle(code, details, trailing))
 
     def broken(self, client: bool = True, coordinator: bool = True) -> None:
         """The connection is gone; each end may learn of it at another time."""

@@ -30,7 +30,7 @@ from node.exchange.retry import Backoff, Timing
 from node.exchange.session import Claim, Session
 from node.exchange.spool import Spool
 from node.exchange.tensor_bytes import Row, byte_view
-from node.exchange.trouble import RoundLost, TransferError
+from node.exchange.trouble import RoundLost, TransferError, Trouble
 from protos import atoll_pb2 as pb
 from protos.invite import Invite
 from protos.snapshots import chunk_range
@@ -64,6 +64,10 @@ class _SimulatedLink(Link):
     def open(self) -> None:
         """See :class:`node.exchange.link.Link`."""
         self._control, self._bulk = (cast(aio.Channel, channel) for channel in self._channels)
+
+    async def _looked_at(self, trouble: Trouble) -> Trouble:
+        """See :class:`node.exchange.link.Link`: no socket is there to look at."""
+        return trouble
 
 
 class Node:

@@ -13,7 +13,9 @@ import grpc
 from grpc import aio
 
 from bench.virtual.line import Inbox, Process
-from coordinator import server
+from coordinator.access import Access
+from coordinator.calls import Calls
+from coordinator.gate import Gate
 from coordinator.hub import Hub
 
 if TYPE_CHECKING:
@@ -44,19 +46,21 @@ class Context:
             self._call.site.on_write(self._call, message)
         await asyncio.sleep(0)
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(
+        self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         """End the call with a status other than OK."""
         error = sys.exc_info()[1]
         if code is grpc.StatusCode.INTERNAL and isinstance(error, Exception):
             self._call.site.on_error(self._call, error)
-        self.end(code, details)
+        self.end(code, details, trailing)
         raise aio.AbortError(details)
 
-    def end(self, code: grpc.StatusCode, details: str) -> None:
+    def end(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str], ...] = ()) -> None:
         """The handler is through."""
         if not self._ended:
             self._ended = True
-            self._call.end(code, details)
+            self._call.end(code, details, trailing)
 
     def done(self) -> bool:
         """Whether it has a status."""
@@ -98,7 +102,8 @@ class Site:
 
     def listen(self, hub: Hub) -> None:
         """``hub`` answers from now on."""
-        self._handlers = server._Calls(hub, TOKEN, 10.0).handlers()
+        gate = Gate(hub.run.now, hub.count, hub.plan.limits)
+        self._handlers = Calls(hub, Access(TOKEN), 10.0, gate).handlers()
 
     def close(self) -> None:
         """Nobody listens; calls that are being answered end without a word."""
@@ -113,19 +118,22 @@ class Site:
         if handler is None:
             call.end(grpc.StatusCode.UNAVAILABLE, "failed to connect: Connection refused")
             return
+        if request is not None:
+            call.context.requests.add(request)
+            call.context.requests.end()
         context = contextvars.Context()  # the coordinator's, not that of the node which calls
-        task = context.run(asyncio.ensure_future, self._serve(call, handler, request))
+        task = context.run(asyncio.ensure_future, self._serve(call, handler))
         task.set_name(f"coordinator's {call.name}")
         call.context.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self.on_answer(call)
 
-    async def _serve(self, call: Call, handler: Any, request: bytes | None) -> None:
+    async def _serve(self, call: Call, handler: Any) -> None:
         context = call.context
-        kind = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+        kind = handler.stream_unary or handler.stream_stream
         try:
-            reply = await kind(request, context)
+            reply = await kind(None, context)
         except aio.AbortError:
             return
         except Exception as error:

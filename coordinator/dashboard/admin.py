@@ -50,22 +50,25 @@ class Admin:
         self._plain = plain
         self._changed = changed
         self._until = 0.0
+        self._name = ""  # of the token that let it
         self._paused = False
         self._source = ui.context.client.ip or ""
 
     @property
     def allowed(self) -> bool:
         """Whether this page may act."""
-        return time.monotonic() < self._until
+        return time.monotonic() < self._until and self._guard.valid(self._name)
 
-    async def order(self, action: Callable[[], Answer]) -> bool:
-        """Have the run's loop do something, if this page may; tells what came of it."""
+    async def order(self, action: Callable[..., Answer]) -> bool:
+        """Have the run's loop do something, ``by`` the name of this page's token, if it may; tells what came
+        of it."""
         if not self.allowed:
             ui.notify("this needs the admin token", type="negative")
             return False
         self._until = time.monotonic() + ADMIN_SECONDS
+        order = partial(action, by=self._name)
         try:
-            answer = await asyncio.wait_for(asyncio.wrap_future(self._feed.order(action)), ANSWER_SECONDS)
+            answer = await asyncio.wait_for(asyncio.wrap_future(self._feed.order(order)), ANSWER_SECONDS)
         except asyncio.TimeoutError:
             answer = Answer(False, "the coordinator did not answer in time")
         ui.notify(answer.text, type="positive" if answer.done else "negative")
@@ -86,13 +89,13 @@ class Admin:
         with ui.dialog() as self._login_sheet, ui.card().classes("sheet"):
             ui.label("Log in as administrator").classes("sheet-title")
             ui.label(
-                "The admin token lies in the file that the coordinator names at its start, or was given with "
-                "--admin-token."
+                "An invite of 'atoll invite create DIR --role admin' on the coordinator's machine, or what "
+                "was given with --admin-token."
             ).classes("note")
             if self._plain:
                 ui.label(PLAIN).classes("note warn")
             self._token = ui.input("Admin token", password=True, password_toggle_button=True)
-            self._token.props('dense outlined autofocus autocomplete="off" maxlength="256" data-test="token"')
+            self._token.props('dense outlined autofocus autocomplete="off" maxlength="512" data-test="token"')
             self._token.on("keydown.enter", self._check)
             self._note = ui.label().classes("note warn").props('role="alert" data-test="token-note"')
             with ui.element("div").classes("sheet-buttons"):
@@ -114,7 +117,7 @@ class Admin:
         """Show what can be done now."""
         if self._until and not self.allowed:
             self._until = 0.0
-            ui.notify("logged out, as nothing was done for a while")
+            ui.notify("logged out: nothing was done for a while, or the token is valid no more")
         self._paused = bool(snapshot.paused)
         self._login.text = "Log out" if self.allowed else "Log in"
         self._pause.text = "Resume" if self._paused else "Pause"
@@ -132,7 +135,7 @@ class Admin:
 
     def _check(self) -> None:
         token, self._token.value = self._token.value or "", ""
-        self._note.text = self._guard.refusal(self._source, token.strip())
+        self._name, self._note.text = self._guard.admit(self._source, token)
         if not self._note.text:
             self._until = time.monotonic() + ADMIN_SECONDS
             self._login_sheet.close()

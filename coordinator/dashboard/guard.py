@@ -1,9 +1,7 @@
-"""Who may act: the admin token, compared in constant time, and a limit on wrong ones."""
+"""Who may act: administrators, by their tokens, and a limit on wrong ones."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ FIRST_WAIT: Final = 10.0  # seconds; twice as long after each further one
 LONGEST_WAIT: Final = 600.0
 FORGET_SECONDS: Final = 3600.0  # after the last wrong one
 MAX_SOURCES: Final = 1024
-MAX_TOKEN: Final = 256  # characters that are looked at
+MAX_TOKEN: Final = 512  # characters that are looked at
 
 
 @dataclass
@@ -28,17 +26,25 @@ class Guard:
     """Tells the administrator from others.
 
     Args:
-        token: the secret; not kept, only its digest.
+        name_of: the name of the administrator's token with a secret; empty: it is none.
         now: monotonic seconds.
+        valid: whether the token of a name still is an administrator's.
     """
 
-    def __init__(self, token: str, now: Callable[[], float]) -> None:
-        self._digest = _digest(token)
+    def __init__(
+        self,
+        name_of: Callable[[str], str],
+        now: Callable[[], float],
+        valid: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self._name_of = name_of
         self._now = now
+        self.valid = valid
         self._sources: OrderedDict[str, _Tries] = OrderedDict()
 
-    def refusal(self, source: str, token: str) -> str:
-        """Why ``source``, an address, is not let in with ``token``; empty if it is.
+    def admit(self, source: str, token: str) -> tuple[str, str]:
+        """The name of ``token``, or of an invite that holds it, and why ``source``, an address, is not let in
+        with it; one of them is empty.
 
         While a source has to wait, the right token does not help either: else waiting would tell nothing.
         """
@@ -50,15 +56,17 @@ class Guard:
         if now - tries.last > FORGET_SECONDS:
             tries.wrong = 0
         if now < tries.until:
-            return f"too many wrong tokens; try again in {tries.until - now:.0f} s"
-        if hmac.compare_digest(self._digest, _digest(token[:MAX_TOKEN])):
+            return "", f"too many wrong tokens; try again in {tries.until - now:.0f} s"
+        if name := self._name_of(_secret(token[:MAX_TOKEN])):
             tries.wrong = 0
-            return ""
+            return name, ""
         tries.wrong, tries.last = tries.wrong + 1, now
         if (beyond := tries.wrong - FREE_TRIES) >= 0:
             tries.until = now + min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(beyond, 30))
-        return "this is not the admin token"
+        return "", "this is not the admin token"
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+def _secret(text: str) -> str:
+    """The token in what somebody has typed, which may be an invite."""
+    scheme, separator, rest = text.strip().partition("://")
+    return rest.rpartition("@")[0] if separator else scheme

@@ -21,7 +21,16 @@ QUIET: Final = (events.NodeReported, events.DigestAgreed)  # too many to be read
 CATEGORIES: Final[tuple[tuple[str, tuple[type, ...]], ...]] = (
     ("rounds", (events.RoundOpened, events.RoundCommitted)),
     ("nodes", (events.NodeJoined, events.NodeRejoined, events.NodeLeft)),
-    ("trouble", (events.NodeDeviated, events.JournalTrouble, events.SnapshotFailed)),
+    (
+        "trouble",
+        (
+            events.NodeDeviated,
+            events.NodeSuspected,
+            events.SliceDisputed,
+            events.JournalTrouble,
+            events.SnapshotFailed,
+        ),
+    ),
     (
         "states",
         (events.CatchUpPlanned, events.SnapshotBegun, events.SnapshotComplete),

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Final
 from coordinator.dashboard.feed import Feed
 from coordinator.dashboard.guard import Guard
 from coordinator.dashboard.snapshot import Camera
+from protos import extras
 from protos.address import Address
 
 if TYPE_CHECKING:
     import asyncio
 
+    from coordinator.access import Access
     from coordinator.dashboard.recorder import Recorder
     from coordinator.dashboard.web import Web
     from coordinator.hub import Hub
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 PORT: Final = 4680
 BACKLOG: Final = 64
 CLOSE_SECONDS: Final = 5.0
-EXTRA: Final = "the dashboard needs more packages: pip install 'atoll[dashboard]'"
+EXTRA: Final = f"the dashboard needs more packages: {extras.hint('dashboard')}"
 
 _serving = threading.Lock()  # NiceGUI knows one application a process
 
@@ -60,7 +62,7 @@ class DashboardServer:
         recorder: that listens to it.
         loop: of the run; this is called on it.
         listen: where.
-        token: of the administrator.
+        access: knows who may give orders.
         exact: whether another port will not do.
 
     Attributes:
@@ -76,12 +78,12 @@ class DashboardServer:
         recorder: Recorder,
         loop: asyncio.AbstractEventLoop,
         listen: Address,
-        token: str,
+        access: Access,
         *,
         exact: bool = True,
     ) -> None:
         self._feed = Feed(loop, Camera(hub, recorder).take)
-        self._guard = Guard(token, time.monotonic)
+        self._guard = Guard(access.admin, time.monotonic, access.still_admin)
         self._administration = hub.run.administration
         self._socket = _bound(listen, exact=exact)
         self.address = Address(listen.host, self._socket.getsockname()[1])

@@ -1,7 +1,7 @@
 """Grafana's dashboards as code.
 
 ``python -m deploy.monitoring.dashboards`` writes deploy/monitoring/grafana/dashboards/*.json anew. It needs
-grafana-foundation-sdk (``pip install 'atoll[dev]'``).
+grafana-foundation-sdk (``make setup``).
 """
 
 from __future__ import annotations

@@ -98,13 +98,31 @@ class Bed:
             stack.callback(self.files.invite.unlink, missing_ok=True)
             children = stack.enter_context(Children())
             before = self.network.counters() if self.network else {}
-            self._train(children, desk)
-            after = self.network.counters() if self.network else {}
-            found = self._results(probes)
-            found.traffic = {name: after[name].since(before[name]) for name in after}
-        found.seconds = self._clock() - start
-        self.files.results.write_text(outcome.write(found), encoding="utf-8")
+            complete = False
+            try:
+                self._train(children, desk)
+                complete = True
+            finally:
+                after = self.network.counters() if self.network else {}
+                found = self._results(probes)
+                found.complete = complete
+                found.traffic = {name: after[name].since(before[name]) for name in after}
+                found.seconds = self._clock() - start
+                self._keep(found)
         return found
+
+    def _keep(self, found: Results) -> None:
+        """Write the numbers; of a run that was stopped, too, if it has committed rounds."""
+        if not (found.complete or found.rounds):
+            return
+        self.files.results.write_text(outcome.write(found), encoding="utf-8")
+        if not found.complete:
+            rounds = f"{len(found.rounds)} of {self.runfile.run.rounds} rounds"
+            self._screen.say(f"stopped after {rounds}; their numbers: {self._numbers}")
+
+    @property
+    def _numbers(self) -> Path:
+        return self.options.out / self.files.results.name
 
     # ------------------------------------------------------------------------------------------- building
 
@@ -174,7 +192,7 @@ class Bed:
         ranks = ("--nproc", str(self.options.ranks)) if self.options.ranks > 1 else ()
         return self._start(
             children, name, site.name, "join", "--name", name, "--threads", "1", "--device", "cpu",
-            "--wait", WAIT, *ranks, "--events", str(self.files.events(name)), ATOLL_INVITE=str(invite),
+            "--wait", WAIT, *ranks, *self.files.kept(name), ATOLL_INVITE=str(invite),
         )  # fmt: skip
 
     def _leave(self, children: Children, child: Child, site: Link) -> None:
@@ -356,7 +374,7 @@ class Bed:
         self._console.print(outcome.summary(results))
         for note in results.notes:
             self._screen.say(f"note: {note}")
-        self._screen.say(f"numbers {self.options.out / self.files.results.name}")
+        self._screen.say(f"numbers {self._numbers}")
 
 
 @contextmanager

@@ -83,6 +83,10 @@ class Network:
         """Where the processes of a site, or the coordinator's, run."""
         return self._places[name]
 
+    def gateway(self, name: str) -> Namespace:
+        """What lies between a place and the core: the router of a site behind NAT, else the place itself."""
+        return self._joined[name].end
+
     def state(self, name: str) -> State:
         """How a link is now."""
         return self._joined[name].state

@@ -60,7 +60,8 @@ class Round:
 
 @dataclass
 class Results:
-    """All of it. ``why_plain`` says why there are no links; empty if there are."""
+    """All of it. ``why_plain`` says why there are no links, and is empty if there are; ``complete`` is
+    whether the run came to its last round."""
 
     run: Mapping[str, Any]
     layout: Layout
@@ -73,6 +74,7 @@ class Results:
     traffic: Mapping[str, Counters] = field(default_factory=dict)  # of the run alone
     metered: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by site: sent and received
     parameters: int = 0
+    complete: bool = True
     seconds: float = 0.0  # from the command's start to here
 
     @property
@@ -101,6 +103,7 @@ class Results:
         values: dict[str, Any] = _finite(
             {
                 "run": dict(self.run),
+                "complete": self.complete,
                 "parameters": self.parameters,
                 "shaped": not self.why_plain,
                 "why_plain": self.why_plain,

@@ -10,6 +10,7 @@ from deploy.errors import UserError
 from deploy.links.shape import Shape
 from deploy.preset import Key, run_text
 from deploy.testbed.layout import Layout, layout, parse_site, reshaped
+from deploy.testbed.nat import KINDS
 from protos.runfile import RunFile
 from protos.units import parse_count
 
@@ -76,8 +77,10 @@ def layout_of(options: Options) -> Layout:
     """Sites, addresses and shapes.
 
     Raises:
-        UserError: a shape or a site that cannot be.
+        UserError: a shape, a site or a kind of NAT that cannot be.
     """
+    if options.nat and options.nat not in KINDS:
+        raise UserError(f"--nat-kind {options.nat}: there are {' and '.join(KINDS)}")
     texts = {key: getattr(options, key) for key in ("rate", "delay", "jitter", "loss")}
     shape = reshaped(Shape(), texts, "the sites' links")
     return layout(

@@ -107,7 +107,7 @@ async def _upload(
     """
     payload, filling = contribution.payload, contribution.filling
     hasher = xxhash.xxh3_128()
-    with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+    with contextlib.suppress(aio.AioRpcError, aio.InternalError, asyncio.InvalidStateError):
         await call.write(wire.encode_frame(wire.HEADER, contribution.header.SerializeToString()))
         offset, end = 0, 0 if payload is None else len(payload)
         size = chunk_bytes(end)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from node.exchange.base import ReplayOrder, RoundOrder, RoundResult
+from node.exchange.between import Between
 from node.exchange.bulk import Contribution, contribute
 from node.exchange.filling import Filling, Withdrawn
 from node.exchange.link import Link
-from node.exchange.peers.rounds import PeerRounds
 from node.exchange.replay import Replay, held_buckets
 from node.exchange.result import round_result
 from node.exchange.retry import Patience, Say, Timing, ended
@@ -84,7 +85,7 @@ class Contributor:
         weight: int,
         timing: Timing,
         say: Say,
-        peers: PeerRounds | None = None,
+        peers: Between | None = None,
     ) -> None:
         self._peers = peers
         self.sent_at, self.sending = math.nan, False
@@ -121,7 +122,7 @@ class Contributor:
         if memory is not None or order.round != self._sent_round:
             self._sent_round, self._sent_as = order.round, set()
         part = self._part(order.round)
-        self._link.traffic.compose(part)
+        self._link.traffic.compose(self._tables.of(order.round) if order.topology else part)
         result = self._result[: part.result_nbytes]
         work = _Work(order, memory, filling, byte_view(result), reason)
         commit = await self._unless_halted(work)
@@ -255,10 +256,33 @@ class Contributor:
         memory = None if work.order.topology else work.memory
         filling = None if memory is None else work.filling
         contribution = Contribution(self._header(work.order, memory, work.reason), memory, filling)
-        commit = await contribute(self._link, self._session.secret, contribution, work.into, self._mark_sent)
+        commit = await self._unless_superseded(
+            work.order,
+            contribute(self._link, self._session.secret, contribution, work.into, self._mark_sent),
+        )
         if commit.slices:
             await self._peers_of(work.order).complete(commit, work.into, "state")
         return commit
+
+    async def _unless_superseded(self, order: RoundOrder, call: Coroutine[Any, Any, pb.Commit]) -> pb.Commit:
+        """What a call for ``order`` comes to, unless a newer stream of the session has orders meanwhile.
+
+        The call belongs to a session that has ended then, or is about to: its own end need not be waited for,
+        which on a connection that was lost unnoticed would not come before the deadline of the round.
+
+        Raises:
+            Trouble: kind BROKEN: there is a newer stream.
+        """
+        calling = asyncio.ensure_future(call)
+        newer = asyncio.ensure_future(self._session.superseded(order))
+        try:
+            await asyncio.wait({calling, newer}, return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+            raise Trouble(Kind.BROKEN, f"the session goes on in another stream to {self._link.address}")
+        finally:
+            newer.cancel()
+            await ended(calling)
 
     async def _opened_anew(self, order: RoundOrder, between: asyncio.Future[pb.Commit]) -> RoundOrder | None:
         """Wait for the end of a round whose slices travel between nodes (``None``), or for a new stream of
@@ -285,7 +309,7 @@ class Contributor:
         finally:
             again.cancel()
 
-    def _peers_of(self, order: RoundOrder) -> PeerRounds:
+    def _peers_of(self, order: RoundOrder) -> Between:
         if self._peers is None:
             raise Trouble(
                 Kind.PROTOCOL,

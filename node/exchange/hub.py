@@ -31,6 +31,8 @@ from node.exchange.chunks_up import Uploads
 from node.exchange.connections import Connections
 from node.exchange.contributor import Contributor
 from node.exchange.filling import Filling
+from node.exchange.lanes.leader import LeaderRounds
+from node.exchange.lanes.place import LeaderPlace
 from node.exchange.link import Limits, Link
 from node.exchange.meter import Meter
 from node.exchange.network import process_network
@@ -45,7 +47,10 @@ from node.exchange.tensor_bytes import Row
 from node.exchange.trouble import TransferError, Trouble
 from protos import atoll_pb2 as pb
 from protos.buckets import TableSchedule
+from protos.identity import NodeKey
 from protos.invite import Invite
+from protos.listening import ListenError
+from protos.tls import PINNED, ClientTls
 
 T = TypeVar("T")
 
@@ -64,6 +69,7 @@ class HubExchange:
         meter: counts bytes.
         limits: deadlines.
         timing: clock, sleep and randomness of retries.
+        tls: what this node brings beside the invite.
         publish: receives what the other ranks of an island need to know of the session, whenever it changes;
             called from the network thread, must not block.
 
@@ -79,18 +85,20 @@ class HubExchange:
         meter: Meter | None = None,
         limits: Limits | None = None,
         timing: Timing | None = None,
+        tls: ClientTls = PINNED,
         publish: Publish = lambda news: None,
     ) -> None:
         self.meter = meter or Meter()
         self._timing = timing or Timing()
         self._say = say
-        self._token = invite.token
+        self._swarm_secret = invite.token  # of a coordinator that does not tell another one
         self._contributor: Contributor | None = None
         self._peers: Peers | None = None
+        self._leader: LeaderRounds | None = None
         self._closed = False
         self._publish = publish
         self._network = process_network().open()
-        self._link = Link(invite, self.meter, limits or Limits())
+        self._link = Link(invite, self.meter, limits or Limits(), tls)
         self._session, self._uploads = self._network.call(
             self._open(), self.limits.call, "opening the channels"
         )
@@ -132,9 +140,32 @@ class HubExchange:
             ExchangeError: it did not come, or refused.
         """
         patience = Patience(f"the coordinator at {self.address}", self.limits.wait, self._timing, self._say)
-        return self._call(
+        run = self._call(
             persist(self._link.get_run, patience), self._bound(self.limits.wait), "asking what run this is"
         )
+        self._swarm_secret = run.swarm_secret or self._swarm_secret
+        return run
+
+    def identify(self, key: NodeKey) -> None:
+        """Be who has this key, in every join from now on; without one it is somebody new."""
+        self._link.key = key
+
+    def lead(self, run_digest: str, host: str) -> LeaderPlace:
+        """Take the lanes of the island's other ranks, which know this machine as ``host``, in rounds of this
+        run whose slices travel between nodes.
+
+        Raises:
+            ExchangeError: this machine cannot listen for them.
+        """
+        leader = self._leader = LeaderRounds(self.limits, run_digest)
+
+        async def listen() -> LeaderPlace:
+            try:
+                return await leader.listen(host)
+            except ListenError as error:
+                raise ExchangeError(str(error)) from error
+
+        return self._call(listen(), self.limits.call, "listening for the other ranks")
 
     def join(
         self,
@@ -142,6 +173,7 @@ class HubExchange:
         tables: TableSchedule,
         lane: TableSchedule | None = None,
         peers: PeerSetting | None = None,
+        lanes: Sequence[TableSchedule] = (),
     ) -> Admission:
         """Ask for admission and take up the session.
 
@@ -151,15 +183,19 @@ class HubExchange:
             lane: the part of it that this rank carries, if the node is an island whose other ranks carry the
                 rest, each by a :class:`~node.exchange.lane.LaneExchange`.
             peers: how other nodes reach this one, for rounds whose slices travel between nodes. ``None``: it
-                takes part in no such round, and with it the run has none. Not for an island.
+                takes part in no such round, and with it the run has none.
+            lanes: of all ranks, after :meth:`lead`; of an island that takes part in such rounds.
 
         Raises:
             ExchangeError: refused; the text is the coordinator's. Or it cannot listen for other nodes.
         """
         if peers is not None:
             claim = self._call(
-                self._open_peers(peers, claim, tables), _PEERS_SECONDS, "opening the ways to other nodes"
+                self._open_peers(peers, claim, tables, lanes),
+                _PEERS_SECONDS,
+                "opening the ways to other nodes",
             )
+        between = None if self._peers is None else self._peers.rounds
         self._contributor = Contributor(
             self._link,
             self._session,
@@ -168,25 +204,29 @@ class HubExchange:
             weight=claim.weight,
             timing=self._timing,
             say=self._say,
-            peers=None if self._peers is None else self._peers.rounds,
+            peers=self._leader or between,
         )
         return self._call(
             self._session.join(claim, self.limits.wait), self._bound(self.limits.wait), "joining the run"
         )
 
-    async def _open_peers(self, setting: PeerSetting, claim: Claim, tables: TableSchedule) -> Claim:
+    async def _open_peers(
+        self, setting: PeerSetting, claim: Claim, tables: TableSchedule, lanes: Sequence[TableSchedule]
+    ) -> Claim:
         self._peers = await open_peers(
             setting,
             self._link,
             self._session,
             tables=tables,
             run_digest=claim.run_digest,
-            token=self._token,
+            secret=self._swarm_secret,
             name=claim.name,
             meter=self.meter,
             timing=self._timing,
             say=self._say,
         )
+        if self._leader is not None:
+            self._leader.begin(self._peers.rounds, tables, lanes)
         return replace(claim, endpoint=self._peers.endpoint)
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
@@ -196,7 +236,7 @@ class HubExchange:
         return self._network.call(work, seconds, what)
 
     def _bound(self, span: float) -> float:
-        return span + self.limits.call + self._timing.backoff.cap + _SLACK_SECONDS
+        return span + 2 * self.limits.call + self._timing.backoff.cap + _SLACK_SECONDS  # a join is two calls
 
     # ----------------------------------------------------------------------------- the exchange
 
@@ -341,4 +381,7 @@ class HubExchange:
         if self._peers is not None:
             with contextlib.suppress(Trouble):
                 await within(self.limits.leave, "ending the streams of other nodes", self._peers.close())
+        if self._leader is not None:
+            with contextlib.suppress(Trouble):
+                await within(self.limits.leave, "ending the streams of other ranks", self._leader.close())
         await self._link.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
+
+from node.exchange.network import LOOK_SECONDS
 
 T = TypeVar("T")
 
@@ -30,4 +32,6 @@ class InFlight(Generic[T]):
 
     def result(self) -> T:
         """What the call returned, or raised; its deadline is the call's own."""
+        while not self._future.done():
+            wait([self._future], LOOK_SECONDS)
         return self._future.result()

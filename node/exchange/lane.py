@@ -11,6 +11,8 @@ import torch
 from node.exchange.base import ExchangeError, ReplayOrder, RoundOrder, RoundResult
 from node.exchange.contributor import Contributor
 from node.exchange.filling import Filling
+from node.exchange.lanes.follower import FollowerRounds
+from node.exchange.lanes.place import LeaderPlace
 from node.exchange.link import Limits, Link
 from node.exchange.meter import Meter
 from node.exchange.network import process_network
@@ -19,6 +21,7 @@ from node.exchange.replay import results
 from node.exchange.retry import Say, Timing
 from protos.buckets import TableSchedule
 from protos.invite import Invite
+from protos.tls import PINNED, ClientTls
 
 T = TypeVar("T")
 
@@ -39,6 +42,10 @@ class LaneExchange:
         meter: counts the bytes of this lane.
         limits: deadlines.
         timing: clock, sleep and randomness of retries.
+        tls: what this node brings beside the invite.
+        leader: where the leader takes this lane in rounds whose slices travel between nodes; ``None``: there
+            are no such rounds.
+        rank: of this process, for the leader.
 
     Attributes:
         meter: the byte counters.
@@ -56,17 +63,21 @@ class LaneExchange:
         meter: Meter | None = None,
         limits: Limits | None = None,
         timing: Timing | None = None,
+        tls: ClientTls = PINNED,
+        leader: LeaderPlace | None = None,
+        rank: int = 1,
     ) -> None:
         self.meter = meter or Meter()
         self._limits = limits or Limits()
-        self._link = Link(invite, self.meter, self._limits)
+        self._link = Link(invite, self.meter, self._limits, tls)
         self._news = news
         self._closed = False
         self._network = process_network().open()
 
-        async def build() -> tuple[LaneSession, Contributor]:
+        async def build() -> tuple[LaneSession, Contributor, FollowerRounds | None]:
             self._link.open()
             session = LaneSession()
+            peers = None if leader is None else FollowerRounds(leader, rank, self._limits)
             contributor = Contributor(
                 self._link,
                 session,
@@ -75,10 +86,11 @@ class LaneExchange:
                 weight=weight,
                 timing=timing or Timing(),
                 say=say,
+                peers=peers,
             )
-            return session, contributor
+            return session, contributor, peers
 
-        self._session, self._contributor = self._network.call(
+        self._session, self._contributor, self._peers = self._network.call(
             build(), self._limits.call, "opening the channel of a lane"
         )
         news.follow(self._take, self._fail)
@@ -146,4 +158,6 @@ class LaneExchange:
 
     async def _close(self) -> None:
         self._contributor.cancel()
+        if self._peers is not None:
+            await self._peers.close()
         await self._link.close()

@@ -20,8 +20,22 @@ from node.exchange.trouble import Kind, Trouble, diagnose
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.address import Address
+from protos.certificate import CertificateError
 from protos.grpc_options import DIAL_OPTIONS
+from protos.identity import NodeKey
 from protos.invite import Invite
+from protos.refusal import OLD_VERSION, kind_in
+from protos.tls import (
+    PINNED,
+    ClientTls,
+    ConnectError,
+    aside,
+    channel_by,
+    encrypted_there,
+    examine,
+    expects_tls,
+    fetch,
+)
 
 M = TypeVar("M", bound=Message)
 Call = aio.StreamStreamCall[Any, Any]
@@ -56,23 +70,85 @@ class Link:
     Attributes:
         address: of the coordinator, HOST:PORT.
         limits: deadlines.
+        key: who this node is.
         traffic: what has been counted.
+
+    Args:
+        invite: where the coordinator is, and how it proves that it is the one.
+        counter: counts the bytes.
+        limits: deadlines.
+        tls: what this node brings beside the invite.
+        key: who this node is; ``None``: somebody new.
     """
 
-    def __init__(self, invite: Invite, counter: Meter, limits: Limits) -> None:
+    def __init__(
+        self,
+        invite: Invite,
+        counter: Meter,
+        limits: Limits,
+        tls: ClientTls = PINNED,
+        key: NodeKey | None = None,
+    ) -> None:
         self.address = invite.address
         self.limits = limits
         self._token = invite.token
+        self._pin, self._tls = invite.pin, tls
+        self.key = key or NodeKey.new()
+        self._met = False  # a call has succeeded, or why none does has been looked at
         self._meter = counter
         self.traffic = counter.traffic
         self._control: aio.Channel | None = None
         self._bulk: aio.Channel | None = None
         self._former: list[aio.Channel | None] = []
 
+    @property
+    def secure(self) -> bool:
+        """Whether the coordinator proves who it is, and the connection is encrypted."""
+        return bool(self._pin)
+
     def open(self) -> None:
-        """Make the channels; connecting happens with the first call."""
-        self._control = aio.insecure_channel(self.address, options=DIAL_OPTIONS)
-        self._bulk = aio.insecure_channel(self.address, options=DIAL_OPTIONS)
+        """Make the channels; connecting happens with the first call. If this process has not seen the
+        coordinator's certificate yet, that has to be one of get_run and join."""
+        self._control = self._bulk = None
+        way = channel_by(self._pin, self._tls)
+        if way is not None:
+            self._control = way.open_aio(self.address, DIAL_OPTIONS)
+            self._bulk = way.open_aio(self.address, DIAL_OPTIONS)
+
+    async def _opened(self) -> aio.Channel:
+        """The channel for control, once the certificate is known."""
+        if self._control is None:
+            where = Address.parse(self.address)
+            try:
+                await aside(fetch, where, self._pin, self._tls, self.limits.call)
+                if self._control is None:  # else another call has been faster
+                    self.open()
+            except ConnectError as error:
+                raise Trouble(Kind[error.cause], str(error)) from None
+            except CertificateError as error:
+                raise Trouble(Kind.HANDSHAKE, f"TLS with {self.address} is not possible: {error}") from None
+        assert self._control is not None
+        return self._control
+
+    async def _looked_at(self, trouble: Trouble) -> Trouble:
+        """Why the first connection failed: gRPC has the same words for a server that speaks TLS, one that
+        does not like this node's certificate, and one that breaks down."""
+        if self._met or trouble.kind not in (Kind.BROKEN, Kind.CERTIFICATE):
+            return trouble
+        self._met, where = True, Address.parse(self.address)
+        try:
+            if not self.secure:
+                if await aside(expects_tls, where, self.limits.call):
+                    raise encrypted_there(self.address)
+            elif self._tls.ca:
+                await aside(examine, where, self._tls.own is None, self.limits.call)
+            else:
+                await aside(fetch, where, self._pin, self._tls, self.limits.call)
+        except ConnectError as error:
+            return Trouble(Kind[error.cause], str(error))
+        if self._tls.own is not None:
+            return Trouble(trouble.kind, f"{trouble}; it may not accept the certificate of this machine")
+        return trouble
 
     def move(self, address: str) -> None:
         """Calls go to ``address`` (HOST:PORT) from now on.
@@ -84,9 +160,10 @@ class Link:
         self.open()
 
     def elsewhere(self, address: str) -> Link:
-        """Another one with the same token, not opened, to ``address`` (HOST:PORT)."""
+        """Another one with the same token and certificate, not opened, to ``address`` (HOST:PORT)."""
         to = Address.parse(address)
-        return Link(Invite(self._token, to.host, to.port), self._meter, self.limits)
+        invite = Invite(self._token, to.host, to.port, self._pin)
+        return Link(invite, self._meter, self.limits, self._tls, self.key)
 
     async def close(self) -> None:
         """End all connections and every call on them."""
@@ -102,19 +179,23 @@ class Link:
         """
         reply = await self._unary("GetRun", pb.GetRunRequest(protocol=wire.PROTOCOL), pb.GetRunReply)
         if reply.protocol != wire.PROTOCOL:
+            older = "this node's" if reply.protocol > wire.PROTOCOL else "the coordinator's"
             raise Trouble(
                 Kind.PROTOCOL,
                 f"the coordinator at {self.address} speaks protocol {reply.protocol}, this node "
-                f"{wire.PROTOCOL}: install the same version of Atoll on both",
+                f"{wire.PROTOCOL}: install the same version of Atoll on both; {older} is the older",
+                OLD_VERSION,
             )
         return reply
 
     async def join(self, request: pb.JoinRequest) -> pb.JoinReply:
-        """Ask for admission.
+        """Ask for admission, with a proof that this node has its key.
 
         Raises:
             Trouble: unreachable or refused.
         """
+        told = await self.get_run()
+        self.key.prove(request, told.nonce)
         return await self._unary("Join", request, pb.JoinReply)
 
     def session(self, secret: str) -> Call:
@@ -161,7 +242,8 @@ class Link:
 
     def trouble(self, error: aio.AioRpcError, seconds: float) -> Trouble:
         """What the failure of a call means."""
-        return diagnose(error.code(), error.details(), self.address, seconds=seconds)
+        refusal = kind_in(error.trailing_metadata())
+        return diagnose(error.code(), error.details(), self.address, seconds=seconds, refusal=refusal)
 
     def _frames(self, name: str, secret: str, kinds: tuple[meter.Kind, meter.Kind], seconds: float) -> Call:
         assert self._bulk is not None
@@ -186,8 +268,7 @@ class Link:
         )
 
     async def _unary(self, name: str, request: Message, reply: type[M]) -> M:
-        assert self._control is not None
-        method = self._control.unary_unary(
+        method = (await self._opened()).unary_unary(
             f"/{wire.CONTROL_SERVICE}/{name}",
             request_serializer=self._counting_serializer("up"),
             response_deserializer=self._counting_parser(reply),
@@ -195,7 +276,8 @@ class Link:
         try:
             answer: M = await method(request, metadata=self._metadata(), timeout=self.limits.call)
         except aio.AioRpcError as error:
-            raise self.trouble(error, self.limits.call) from None
+            raise await self._looked_at(self.trouble(error, self.limits.call)) from None
+        self._met = True
         return answer
 
     def _metadata(self, secret: str = "") -> aio.Metadata:

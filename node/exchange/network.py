@@ -17,7 +17,7 @@ from protos.allocator import keep_freed_memory
 T = TypeVar("T")
 
 _START_SECONDS: Final = 10.0
-_LOOK_SECONDS: Final = 1.0  # a signal that comes just before a wait is only seen after it
+LOOK_SECONDS: Final = 1.0  # a signal that comes just before a wait is only seen after it
 _STOP_SECONDS: Final = 5.0
 
 
@@ -93,8 +93,8 @@ class NetworkThread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline = time.monotonic() + seconds
         try:
-            while (left := deadline - time.monotonic()) > _LOOK_SECONDS:
-                concurrent.futures.wait([future], _LOOK_SECONDS)
+            while (left := deadline - time.monotonic()) > LOOK_SECONDS:
+                concurrent.futures.wait([future], LOOK_SECONDS)
                 if future.done():
                     break
             return future.result(max(0.0, left))

@@ -29,11 +29,13 @@ class Opened:
     lease_start: int
     lease_count: int
     result_ready: bool
+    topology: int = 0
 
     @classmethod
     def by(cls, order: RoundOrder) -> Opened:
         """By this order."""
-        return cls(order.round, order.epoch, order.lease_start, order.lease_count, order.result_ready)
+        lease = order.lease_start, order.lease_count
+        return cls(order.round, order.epoch, *lease, order.result_ready, order.topology)
 
     def takes(self, order: RoundOrder) -> bool:
         """Whether what was computed for ``order``, which an earlier stream has brought, may be sent.
@@ -93,7 +95,10 @@ class SessionNews:
         """
         if len(text) > MAX_NEWS_BYTES:
             raise ValueError(f"news of a session have at most {MAX_NEWS_BYTES} bytes, not {len(text)}")
-        fields: Any = json.loads(text)
+        try:
+            fields: Any = json.loads(text)
+        except RecursionError:
+            raise ValueError("news of a session are not nested so deeply") from None
         if not isinstance(fields, dict) or fields.keys() != _TYPES.keys():
             raise ValueError(f"news of a session have the fields {', '.join(_TYPES)}, and these have not")
         for name, kinds in _TYPES.items():
@@ -104,7 +109,14 @@ class SessionNews:
 
 
 def _opened(values: dict[str, Any]) -> Opened:
-    wanted = {"round": int, "epoch": int, "lease_start": int, "lease_count": int, "result_ready": bool}
+    wanted = {
+        "round": int,
+        "epoch": int,
+        "lease_start": int,
+        "lease_count": int,
+        "result_ready": bool,
+        "topology": int,
+    }
     if {name: type(value) for name, value in values.items()} != wanted:
         raise ValueError(f"this is no opened round: {str(values)[:80]}")
     return Opened(**values)
@@ -198,7 +210,19 @@ class LaneSession:
         opened = self._news.opened
         if opened is None or not opened.takes(order):
             raise RoundLost(went_on_without(order, opened))
-        return replace(order, epoch=opened.epoch, generation=self.generation)
+        return replace(
+            order,
+            epoch=opened.epoch,
+            result_ready=opened.result_ready,
+            topology=opened.topology,
+            generation=self.generation,
+        )
+
+    async def superseded(self, order: RoundOrder) -> None:
+        """See :class:`node.exchange.standing.Standing`."""
+        while self.generation <= order.generation or not self._news.ordered:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _something_new(self) -> None:
         if self._news.failure:

@@ -40,8 +40,12 @@ def order_from_json(text: str | bytes) -> Order:
     """
     if len(text) > MAX_ORDER_BYTES:
         raise ValueError(f"an order has at most {MAX_ORDER_BYTES} bytes, this one {len(text)}")
-    values: Any = json.loads(text)
-    if not isinstance(values, dict) or values.get("kind") not in _KINDS:
+    try:
+        values: Any = json.loads(text)
+    except RecursionError:
+        raise ValueError("an order is not nested so deeply") from None
+    named = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(named, str) or named not in _KINDS:
         raise ValueError(f"this is no order: {str(text[:80])!r}")
     kind = values.pop("kind")
     order_type = _KINDS[kind]

@@ -20,6 +20,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.invite import Invite
 from protos.measuring import MEASURE_SECONDS, chunks
+from protos.tls import PINNED, ClientTls
 
 WHOLE_SECONDS: Final = 5.0  # of a measurement, after which what has arrived until then has to do
 TELLING_BYTES: Final = 64 << 10  # chunks that wait in one buffer look as if they had come at once
@@ -51,20 +52,27 @@ class Probe(Link):
     Args:
         invite: of the run.
         seconds: for an ordinary call.
+        tls: what this machine brings beside the invite.
     """
 
-    def __init__(self, invite: Invite, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(invite, Meter(), Limits(call=seconds))
+    def __init__(
+        self,
+        invite: Invite,
+        seconds: float,
+        now: Callable[[], float] = time.monotonic,
+        tls: ClientTls = PINNED,
+    ) -> None:
+        super().__init__(invite, Meter(), Limits(call=seconds), tls)
         self._now = now
 
-    async def ask(self, port: int = 0) -> pb.ProbeReply:
+    async def ask(self, port: int = 0, certificate: bytes = b"") -> pb.ProbeReply:
         """How this machine looks from the coordinator; with ``port`` it is tried there, which takes some
-        seconds if nobody answers.
+        seconds if nobody answers. With a ``certificate`` (DER) this machine shows that there.
 
         Raises:
             Trouble: unreachable or refused.
         """
-        request = pb.ProbeRequest(protocol=wire.PROTOCOL, port=port)
+        request = pb.ProbeRequest(protocol=wire.PROTOCOL, port=port, certificate=certificate)
         return await self._unary("Probe", request, pb.ProbeReply)
 
     async def measure(self, seconds: float = WHOLE_SECONDS) -> tuple[Rate, Rate]:

@@ -15,8 +15,8 @@ import torch
 from grpc import aio
 
 from node.exchange.base import ExchangeError, ReplayOrder, RoundResult
+from node.exchange.between import Between
 from node.exchange.link import STATUS_SECONDS, Link, seen_out
-from node.exchange.peers.rounds import PeerRounds
 from node.exchange.result import ResultAssembly, round_result
 from node.exchange.retry import Patience, Say, Timing, within
 from node.exchange.standing import Standing
@@ -54,7 +54,7 @@ class Replay:
         counted: Callable[[pb.Commit], bool],
         timing: Timing,
         say: Say,
-        peers: PeerRounds | None = None,
+        peers: Between | None = None,
     ) -> None:
         self._link, self._session, self._counted, self._peers = link, session, counted, peers
         self._tables, self._lane = tables, lane

@@ -223,6 +223,11 @@ class Session:
         opened = Opened.by(following) if isinstance(following, RoundOrder) else None
         raise RoundLost(went_on_without(order, opened, self._link.address))
 
+    async def superseded(self, order: RoundOrder) -> None:
+        """See :class:`node.exchange.standing.Standing`."""
+        while self.generation == order.generation or self._first is None:
+            await self._something_new()
+
     async def leave(self, reason: str) -> None:
         """Say goodbye after everything that is queued, and end the stream."""
         self._leaving = True
@@ -270,9 +275,14 @@ class Session:
                         continue
                     await patience.endure(trouble)
         except ExchangeError as failure:
-            self._failure = failure
-            self.halted.set()
-            self._tell()
+            self._fail(failure)
+        except Exception as defect:  # who waits for orders would wait for ever
+            self._fail(ExchangeError(f"a defect of this node's session: {defect!r}; please report it"))
+
+    def _fail(self, failure: ExchangeError) -> None:
+        self._failure = failure
+        self.halted.set()
+        self._tell()
 
     def _forget(self, admission: Admission) -> None:
         """The coordinator knows of this session no more; its secret tells it who comes back."""
@@ -320,8 +330,8 @@ class Session:
     async def _write(self, call: Call, heartbeat_seconds: float) -> None:
         """Send what is queued, and a heartbeat every ``heartbeat_seconds``."""
         beat = self._timing.now() + heartbeat_seconds
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns why
-            while True:
+        with contextlib.suppress(aio.AioRpcError, aio.InternalError, asyncio.InvalidStateError):
+            while True:  # until the stream ends: the reader learns why
                 while self._unsent:
                     message = self._unsent[0]
                     await call.write(message)
@@ -356,6 +366,7 @@ class Session:
             self._stopped = True
             if not order.done:
                 self.halted.set()
+                self._orders.clear()  # the round before them may have been broken off
         if self._claim is not None:
             self._claim = self._claim.ordered(order)
         self._orders.append(order)

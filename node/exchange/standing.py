@@ -44,3 +44,8 @@ class Standing(Protocol):
     async def offered_again(self, order: RoundOrder) -> RoundOrder:
         """Wait for a newer stream to open the order's round; raises :class:`RoundLost` if it does not."""
         ...
+
+    async def superseded(self, order: RoundOrder) -> None:
+        """Wait for a newer stream than that which brought ``order``, and for its first order, which is not
+        taken. Does not end if there is none."""
+        ...

@@ -23,6 +23,10 @@ class Kind(enum.Enum):
     CUT = "a stream ended before its last frame"
     HIDDEN = "the other side ended a stream that was still being written to, and gRPC lost its words"
     STRANGER = "something else than a coordinator answers"
+    CERTIFICATE = "another certificate than the one that is expected"
+    PLAINTEXT = "TLS is expected, and what listens there does not speak it"
+    ENCRYPTED = "no TLS is expected, and what listens there speaks it"
+    HANDSHAKE = "both sides speak TLS and do not come to terms"
     TOKEN = "the invite's token was not accepted"
     SESSION_UNKNOWN = "the coordinator does not know this session"
     SESSION_BUSY = "another stream of this session still lives"
@@ -41,16 +45,29 @@ _PASSING = frozenset(
         Kind.CUT,
         Kind.HIDDEN,
         Kind.SESSION_BUSY,
+        Kind.HANDSHAKE,
     )
 )
 
+_REFUSALS: Final = {
+    Kind.CERTIFICATE: "wrong-pin",
+    Kind.PLAINTEXT: "tls-downgraded",
+    Kind.ENCRYPTED: "tls-refused",
+    Kind.HANDSHAKE: "tls-refused",
+}
+
 
 class Trouble(ExchangeError):
-    """A failed call, told apart by :attr:`kind`; the text stands alone."""
+    """A failed call, told apart by :attr:`kind`; the text stands alone.
 
-    def __init__(self, kind: Kind, text: str) -> None:
+    Attributes:
+        refusal: by which :mod:`deploy.errors` finds its exit code; empty: an ordinary one.
+    """
+
+    def __init__(self, kind: Kind, text: str, refusal: str = "") -> None:
         super().__init__(text)
         self.kind = kind
+        self.refusal = refusal or _REFUSALS.get(kind, "")
 
     def of_a_bulk_call(self) -> Trouble:
         """The same, but passing if the session is unknown: that finds out by itself, and is joined again."""
@@ -74,7 +91,13 @@ COORDINATOR: Final = "the coordinator"
 
 
 def diagnose(
-    code: grpc.StatusCode, details: str | None, address: str, *, seconds: float = 0.0, who: str = COORDINATOR
+    code: grpc.StatusCode,
+    details: str | None,
+    address: str,
+    *,
+    seconds: float = 0.0,
+    who: str = COORDINATOR,
+    refusal: str = "",
 ) -> Trouble:
     """Read gRPC's status as a person would.
 
@@ -84,6 +107,7 @@ def diagnose(
         address: HOST:PORT, for the text.
         seconds: the call's deadline, for the text.
         who: was called: the coordinator, or another node by its name.
+        refusal: the kind that came with the status, of protos/refusal.py; empty: none.
     """
     words = (details or "").strip()
     there = f"{who} at {address}"
@@ -101,7 +125,7 @@ def diagnose(
         # Two secrets travel with a call: the session's, which a coordinator forgets, and the invite's.
         kind = Kind.SESSION_UNKNOWN if words.startswith(wire.SESSION_UNKNOWN) else Kind.TOKEN
         said = words.removeprefix(wire.SESSION_UNKNOWN)
-        return Trouble(kind, f"{there} refused this node: {said}")
+        return Trouble(kind, f"{there} refused this node: {said}", refusal)
     if code is grpc.StatusCode.ALREADY_EXISTS:
         return Trouble(Kind.SESSION_BUSY, f"{there} still holds the previous connection: {words}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -119,7 +143,7 @@ def diagnose(
         grpc.StatusCode.OUT_OF_RANGE,
         grpc.StatusCode.NOT_FOUND,
     ):
-        return Trouble(Kind.REFUSED, words or f"{there} refused without a reason ({code.name})")
+        return Trouble(Kind.REFUSED, words or f"{there} refused without a reason ({code.name})", refusal)
     if code is grpc.StatusCode.INTERNAL and words.startswith("Internal error from Core"):
         # grpc issue 36066: a write that fails because the peer has ended the stream hides the peer's status.
         return Trouble(Kind.HIDDEN, f"{there} ended the stream while this node was sending")

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from node.exchange.base import ExchangeError
 from node.island.deadline import cause
+from node.ranks import RankError
 
 BEAT_SECONDS: Final = 1.0
 SILENCE_SECONDS: Final = 60.0
@@ -127,7 +128,8 @@ class Receiver:
             what: is waited for.
 
         Raises:
-            ExchangeError: the leader has ended, with its reason; it, or the store, is gone; this was closed.
+            ExchangeError: the leader has ended, with its reason; this was closed.
+            RankError: the leader, or the store, is gone.
         """
         while not self._closed.is_set():
             message = self._next(what)
@@ -150,13 +152,11 @@ class Receiver:
                 self._store.delete_key(key)
                 self._store.delete_key(f"{key}/read")
         except RuntimeError as error:
-            raise ExchangeError(
+            raise RankError(
                 f"{what} will not come: rank 0, or the store of the ranks, gives no sign of life "
                 f"({cause(error)}; the limit is {self._silence:g} s): look at the log of rank 0"
             ) from error
         if len(message) > MAX_MESSAGE_BYTES:
-            raise ExchangeError(
-                f"{what} has {len(message)} bytes, more than a message between ranks can have"
-            )
+            raise RankError(f"{what} has {len(message)} bytes, more than a message between ranks can have")
         self._number += 1
         return message.decode()

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from node.exchange.base import ExchangeError, Order
+from node.exchange.base import Order
 from node.exchange.order_json import order_from_json, order_to_json
 from node.island.broadcast import BEAT_SECONDS, SILENCE_SECONDS, Receiver, Sender, Store
 from node.island.deadline import cause, word_of
 from node.island.session_news import StoreNews
+from node.ranks import RankError
 
 ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
 MAX_ANSWER_BYTES: Final = 64 << 20
@@ -82,11 +83,11 @@ class IslandRanks:
             seconds: see the class; also the timeout of both groups' collectives.
 
         Raises:
-            ExchangeError: a variable is missing, or not all ranks came in time.
+            RankError: a variable is missing, or not all ranks came in time.
         """
         missing = [name for name in ENVIRONMENT if name not in os.environ]
         if missing:
-            raise ExchangeError(
+            raise RankError(
                 f"the environment does not say which rank this is ({', '.join(missing)} is missing): start "
                 "the ranks of an island with torchrun"
             )
@@ -108,7 +109,7 @@ class IslandRanks:
                 dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
             return cls(rank, size, connect, dist.new_group(backend="gloo", timeout=timeout), seconds=seconds)
         except (RuntimeError, ValueError) as error:
-            raise ExchangeError(f"rank {rank} of {size} has not met the others: {error}") from error
+            raise RankError(f"rank {rank} of {size} has not met the others: {error}") from error
 
     @cached_property
     def news(self) -> StoreNews:
@@ -144,7 +145,7 @@ class IslandRanks:
         try:
             return order_from_json(end.receive("the next order"))
         except ValueError as error:
-            raise ExchangeError(f"rank {self.rank} cannot read an order of rank 0: {error}") from error
+            raise RankError(f"rank {self.rank} cannot read an order of rank 0: {error}") from error
 
     def agree(self, ok: bool) -> bool:
         """See :class:`node.ranks.Ranks`."""
@@ -154,12 +155,12 @@ class IslandRanks:
         """See :class:`node.ranks.Ranks`.
 
         Raises:
-            ExchangeError: a rank is gone or late, asks for something else, or gives more than 64 MiB.
+            RankError: a rank is gone or late, asks for something else, or gives more than 64 MiB.
         """
         sizes = self._numbers(what, len(mine))
         longest = max(sizes)
         if longest > MAX_ANSWER_BYTES:
-            raise ExchangeError(
+            raise RankError(
                 f"rank {sizes.index(longest)} gives {longest} bytes for {what}; at most "
                 f"{MAX_ANSWER_BYTES} may travel between ranks"
             )
@@ -184,7 +185,7 @@ class IslandRanks:
         answers = [row.tolist() for row in self._all(what, torch.tensor([mark, mine]))]
         other = [rank for rank, (theirs, _) in enumerate(answers) if theirs != mark]
         if other:
-            raise ExchangeError(
+            raise RankError(
                 f"rank {self.rank} is at {what}, rank {other[0]} at something else: the ranks of an "
                 "island take the same steps, so all must have the same options and the same version"
             )
@@ -205,7 +206,7 @@ class IslandRanks:
                 raise RuntimeError(f"not complete after {self._seconds:g} s")
             work.wait()
         except RuntimeError as error:
-            raise ExchangeError(self._missing(what, error)) from error
+            raise RankError(self._missing(what, error)) from error
         return rows
 
     def _missing(self, what: str, error: RuntimeError) -> str:

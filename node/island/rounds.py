@@ -34,7 +34,7 @@ class Loss(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean nats per token of ``int64[B, T + 1]``."""
-        return cast(Model, self.model).loss(tokens)
+        return cast(Tensor, cast(Model, self.model).loss(tokens))
 
     def loss(self, tokens: Tensor) -> Tensor:
         """The same, with everything that is registered around it."""

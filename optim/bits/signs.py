@@ -20,6 +20,7 @@ _PATTERNS: dict[torch.dtype, tuple[torch.dtype, type[np.generic], int]] = {
     torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
     torch.float16: (torch.int16, np.uint16, 0x7C00),
 }
+_INFINITE = 2.0**128 - 2.0**103  # the least number that rounds to no finite float32
 _UNPACKED: dict[torch.dtype, tuple[torch.dtype, type[np.generic]]] = {
     **{dtype: rule[:2] for dtype, rule in _PATTERNS.items()},
     torch.int8: (torch.int8, np.uint8),
@@ -178,8 +179,6 @@ def apply_(w: Tensor, bits: Tensor, *, step: float, decay: float = 1.0) -> None:
 
 
 def _float32(value: float, name: str) -> np.float32:
-    with np.errstate(over="ignore"):
-        rounded = np.float32(value)
-    if not np.isfinite(rounded):
+    if not abs(value) < _INFINITE:
         raise ValueError(f"{name} {value} is not a finite float32")
-    return rounded
+    return np.float32(value)

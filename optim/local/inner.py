@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from optim.roles import ParameterRole
+from optim.role import ParameterRole
 from protos.buckets import Bucket
 
 F32 = npt.NDArray[np.float32]

@@ -1,17 +1,22 @@
-"""What a round of a method with local steps carries: pseudo-gradients as buckets, fragment by fragment."""
+"""What a round of a method with local steps carries: pseudo-gradients as buckets, fragment by fragment.
+
+Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from optim.layout import backward_order, places_of
 from optim.local.fragments import split
-from optim.local.inner import Inner
-from optim.packs import backward_order, places_of
-from optim.roles import ParameterRole, held
-from protos.buckets import SCALE, Bucket, BucketTable, MeanRule
+from optim.role import ParameterRole, held
+from protos.buckets import SCALE, Bucket, BucketTable, MeanRule, TableSchedule
 from protos.codecs import CodecSpec, matrix_shape
 from protos.methods import BASIS_OF_A_VOTE, VOTE
+
+if TYPE_CHECKING:
+    from optim.local.inner import Inner
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,11 @@ def fragments_of(units: Sequence[Unit], count: int, rule: MeanRule) -> list[Frag
     ranked.sort(key=lambda unit: len(unit.items) > 1)
     runs = split([unit.nbytes for unit in ranked], count)
     return [Fragment([ranked[index] for index in run], rule) for run in runs]
+
+
+def schedule(fragments: Sequence[Fragment]) -> TableSchedule:
+    """What travels, of fragments that take turns."""
+    return TableSchedule(tuple(fragment.table for fragment in fragments), tuple(range(len(fragments))))
 
 
 def check_numbers(steps: int, fragments: int, overlap: int, mix: float | None, *, bootstrap: bool) -> None:

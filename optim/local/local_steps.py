@@ -21,7 +21,7 @@ from torch import Tensor
 from optim.local import saving
 from optim.local.anchor import Anchor
 from optim.local.error_feedback import ErrorFeedback
-from optim.local.layout import Fragment, LocalGroup, Unit, check_numbers, fragments_of, units_of
+from optim.local.layout import Fragment, LocalGroup, Unit, check_numbers, fragments_of, schedule, units_of
 from optim.local.outer import OuterStep, decay_factor
 from optim.local.wire import U8, Wire
 from optim.packs import check_bytes
@@ -106,9 +106,7 @@ class LocalSteps(RoundOptimizer):
         super().__init__(rows, reduce=reduce)
         units = units_of(self._groups)
         self._fragments = fragments_of(units, fragments, rule or MeanRule())
-        self.tables = TableSchedule(
-            tuple(fragment.table for fragment in self._fragments), tuple(range(fragments))
-        )
+        self.tables = schedule(self._fragments)
         self.lane = TableSchedule(tuple(fragment.lane for fragment in self._fragments), self.tables.cycle)
         self._steps, self._overlap = local_steps // fragments, overlap
         self._mix = merge_share(overlap) if mix is None else mix

@@ -31,6 +31,7 @@ from optim.adamw import integer_power
 from optim.lordo.basis import compute_basis
 from optim.lordo.rotation import LARGEST, rotate_first, rotate_moments
 from optim.lordo.shapes import AN_EIGHTH, LONGEST, basis_shape, moment_shape, rank_of
+from optim.lordo.tables import sync_buckets
 from optim.muon import muon_scale
 from optim.newton_schulz import Coefficients, iteration_triples, newton_schulz
 from optim.roles import ParameterRole, held
@@ -214,13 +215,8 @@ class LowRankAdam:
         """Basis and moments of a matrix; nothing for local bases."""
         if self.options.basis == "local":
             return []
-        rank, codec, prefix = self.options.rank, self.options.moments_codec, f"optimizer/{role.name}/"
-        name = f"{prefix}basis"
-        found = [Bucket.of(name, "basis", [(name, basis_shape(role.shape, rank))], source=role.name)]
-        for key in ("exp_avg",) if self.options.direction == "muon" else ("exp_avg", "exp_avg_sq"):
-            name = prefix + key
-            found.append(Bucket.of(name, "mean", [(name, moment_shape(role.shape, rank))], codec=codec))
-        return found
+        options = self.options
+        return sync_buckets(role, options.rank, direction=options.direction, codec=options.moments_codec)
 
     def contribute(self, bucket: Bucket) -> F32:
         """The moment of this node that ``bucket`` names."""

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from optim.adamw import adamw_pack_
 from optim.every_step import EveryStep, Gradients
+from optim.layout import Pack, packs_of
 from optim.lordo.inner import LowRankOptions
 from optim.lordo.ldadam import turn_and_project
 from optim.lordo.rotation import rotate_moments
 from optim.lordo.shapes import AN_EIGHTH, basis_shape, moment_shape
 from optim.lordo.subspace_step import project, subspace_step
-from optim.lordo.tables import GradientTable
-from optim.packs import Pack, PayloadError, check_bytes, packs_of, write_gradients
+from optim.lordo.tables import GradientTable, gradient_tables, schedule
+from optim.packs import PayloadError, check_bytes, write_gradients
 from optim.reduce import Reduction
 from optim.roles import ParameterRole, Role, classify, held
 from optim.rules import all_usable, check_parameter, state_of
@@ -124,12 +125,10 @@ class LowRankDDP(EveryStep):
         for pack in self._packs:
             for item in pack.items:
                 self.state[item.parameter] = state_of("mean-adamw", item.parameter)
-        what = every_pack, every_matrix, rank
-        layouts = [GradientTable.of(*what, whole=True, with_bases=not ldadam)]
-        if not ldadam and basis_every > 1 and every_matrix:
-            layouts.append(GradientTable.of(*what, whole=omega < 1.0, with_bases=False))
-        cycle = (0,) if len(layouts) == 1 else (0,) + (1,) * (basis_every - 1)
-        self.tables = TableSchedule(tuple(layout.table for layout in layouts), cycle)
+        layouts, cycle = gradient_tables(
+            every_pack, every_matrix, rank, basis_every=basis_every, projected=omega >= 1.0, ldadam=ldadam
+        )
+        self.tables = schedule(layouts, cycle)
         self.lane = TableSchedule(tuple(layout.lane for layout in layouts), cycle)
         self._layouts = layouts
 

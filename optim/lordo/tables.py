@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from optim.layout import Pack, Place, backward_order, places_of
 from optim.lordo.shapes import basis_shape, moment_shape
-from optim.packs import Pack, Place, backward_order, places_of, read_fp32
-from optim.roles import ParameterRole, held
-from protos.buckets import Bucket, BucketTable
+from optim.role import ParameterRole, held
+from protos.buckets import Bucket, BucketTable, TableSchedule
 from protos.codecs import matrix_shape
+from protos.methods import Direction
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,60 @@ class GradientTable:
 
     def mean(self, pack: Pack, result: Tensor) -> Tensor:
         """The mean gradient of a pack: fp32, 1-D, a view where the alignment allows it."""
-        return read_fp32(self.places[pack.name].returned(result), pack.bucket.elements)
+        return _values(self.places[pack.name], result)
 
     def matrix(self, role: ParameterRole, result: Tensor) -> Tensor:
         """The mean of a matrix's gradient as it travels, whole or projected; likewise."""
         place = self.places[role.name]
-        values = read_fp32(place.returned(result), place.bucket.elements)
-        return values.view(matrix_shape(place.bucket.shape))
+        return _values(place, result).view(matrix_shape(place.bucket.shape))
 
     def basis(self, role: ParameterRole, result: Tensor) -> Tensor | None:
         """A matrix's new basis; ``None`` in a round without."""
         if not self.with_bases:
             return None
         place = self.places[_basis_name(role)]
-        return read_fp32(place.returned(result), place.bucket.elements).view(place.bucket.shape)
+        return _values(place, result).view(place.bucket.shape)
+
+
+def gradient_tables(
+    packs: Sequence[Pack],
+    matrices: Sequence[ParameterRole],
+    rank: int,
+    *,
+    basis_every: int,
+    projected: bool,
+    ldadam: bool = False,
+) -> tuple[list[GradientTable], tuple[int, ...]]:
+    """The different tables of a run, and the cycle in which they take turns.
+
+    ``projected``: whether projected gradients travel between two bases, rather than whole ones.
+    """
+    layouts = [GradientTable.of(packs, matrices, rank, whole=True, with_bases=not ldadam)]
+    if ldadam or basis_every == 1 or not matrices:
+        return layouts, (0,)
+    layouts.append(GradientTable.of(packs, matrices, rank, whole=not projected, with_bases=False))
+    return layouts, (0,) + (1,) * (basis_every - 1)
+
+
+def schedule(layouts: Sequence[GradientTable], cycle: tuple[int, ...]) -> TableSchedule:
+    """What travels, of :func:`gradient_tables`."""
+    return TableSchedule(tuple(layout.table for layout in layouts), cycle)
+
+
+def sync_buckets(role: ParameterRole, rank: int, *, direction: Direction, codec: str) -> list[Bucket]:
+    """What travels beside the pseudo-gradient of a matrix whose basis all nodes share: basis and moments."""
+    name = _basis_name(role)
+    found = [Bucket.of(name, "basis", [(name, basis_shape(role.shape, rank))], source=role.name)]
+    for key in ("exp_avg",) if direction == "muon" else ("exp_avg", "exp_avg_sq"):
+        name = f"optimizer/{role.name}/{key}"
+        found.append(Bucket.of(name, "mean", [(name, moment_shape(role.shape, rank))], codec=codec))
+    return found
+
+
+def _values(place: Place, result: Tensor) -> Tensor:
+    from optim.packs import read_fp32
+
+    return read_fp32(place.returned(result), place.bucket.elements)
 
 
 def _basis_name(role: ParameterRole) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import socket
 
 import pytest
+import torch.distributed
 
-from bench import exchange
-from bench.exchange import GLOO, HIVEMIND, NODES, PLACES, THIN, Outcome, fill, link_bytes, node_bytes
+from bench import exchange, namespaces
+from bench.exchange import BARE, GLOO, HIVEMIND, NODES, PLACES, THIN, Outcome, fill, link_bytes, node_bytes
 from bench.exchange_work import Call
+from bench.island_ranks import Member, world
 from bench.namespaces import NamespacesUnavailable
 from bench.report import Report
 
@@ -64,6 +67,44 @@ def test_figures_are_of_the_slowest_node_and_hold_their_bars() -> None:
     ]
 
 
+def test_what_is_the_transports_stands_beside_what_is_ours() -> None:
+    report, place = Report("exchange"), outcome()
+    data = 2 * node_bytes("direct", NODES, exchange.PARAMETERS)
+    bare = {name: [calls(0.9 / (index + 1.0), data)] * 3 for index, name in enumerate(BARE)}
+    fill(
+        report,
+        [Outcome(SLOW, exchange.PARAMETERS, {**place.calls, **bare}, "", place.coordinators)],
+        bars=True,
+    )
+    figures = report.figures
+    assert figures["direct_bare_over_floor_100m"] == pytest.approx(1.2)
+    assert figures["direct_over_bare_100m"] == pytest.approx(1.0)
+    assert figures["swarm_bare_over_floor_100m"] == pytest.approx(0.6)
+    assert figures["swarm_over_bare_100m"] == pytest.approx(2.0)
+    assert figures["swarm_bare_cpu_seconds_100m"] == pytest.approx(0.2)
+    assert not any("bare" in name for name in report.bars)
+
+
+def congestion(member: Member) -> str:
+    """What TCP goes by between two ranks, at this end of a connection."""
+    with socket.create_server((namespaces.address(member.rank), 0)) as listener:
+        ports = [0] * 2
+        torch.distributed.all_gather_object(ports, listener.getsockname()[1], member.group)
+        if member.rank:
+            end = socket.create_connection((namespaces.address(0), ports[0]))
+        else:
+            end, _ = listener.accept()
+        with end:
+            return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
+def test_links_have_the_congestion_control_that_is_asked_for() -> None:
+    with namespaces.linked(2, 100_000_000, "reno") as spaces, world(2, spaces) as ranks:
+        assert ranks.run(congestion, 2) == ["reno", "reno"]
+
+
 def test_loopback_has_no_floor_and_a_quick_run_no_bars() -> None:
     report = Report("exchange")
     fill(report, [outcome(PLACES[0])], bars=True)
@@ -82,7 +123,7 @@ def test_places_without_namespaces_are_left_out_with_a_word(monkeypatch: pytest.
     monkeypatch.setattr(exchange, "measure", measure)
     report = exchange.run(quick=False)
     assert {name.rpartition("_")[2] for name in report.figures} == {"loopback"}
-    assert sum("they need root" in note for note in report.notes) == 2
+    assert sum("they need root" in note for note in report.notes) == sum(p.rate is not None for p in PLACES)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from bench.fuzzing.streams import InlinePool
 from coordinator.chunk_store import MemoryChunkStore
 from coordinator.events import Event
 from coordinator.exchange import Exchange
@@ -18,6 +19,7 @@ from coordinator.hub import Hub
 from coordinator.journal import Done, MemoryJournal, RoundRecord
 from coordinator.nodes import Node
 from coordinator.plan import RunPlan
+from coordinator.retally import Effort
 from coordinator.rounds import Policy
 from coordinator.run import Run
 from optim.bits import tally
@@ -27,7 +29,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 
-DEADLINE = 30.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
+DEADLINE = 100.0  # seconds of real time; of every wait in these tests, which a loaded machine may need
 STATE_BYTES = 3_600_078  # of the made-up shared state: no snapshot is due within many rounds
 T = TypeVar("T")
 EventT = TypeVar("EventT", bound=Event)
@@ -79,22 +81,6 @@ class _Alarm:
 
     def cancel(self) -> None:
         self.callback = None
-
-
-class InlinePool:
-    """Runs jobs at once."""
-
-    def submit(self, work: Callable[[], list[bytes]], done: Callable[..., None]) -> Future[list[bytes]]:
-        future: Future[list[bytes]] = Future()
-        try:
-            frames = work()
-        except Exception as error:
-            future.set_exception(error)
-            done(None, error)
-        else:
-            future.set_result(frames)
-            done(frames, None)
-        return future
 
 
 class HeldPool:
@@ -172,6 +158,7 @@ def make_plan(**changes: Any) -> RunPlan:
         "evaluate_every": 0,
         "batch": 4,
         "policy": Policy(deadline=10.0, start_timeout=60.0, quorum=0.6),
+        "effort": Effort(lines=0),  # what a test does not ask for is not drawn by lot
     }
     return RunPlan(**{**values, **changes})
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from coordinator.active_round import MAX_BROKEN_STREAMS, ActiveRound
 from coordinator.contribution import Contribution
 from coordinator.journal import Done, JournalError
-from coordinator.lane_layout import LaneLayout
 from coordinator.member import Member
 from coordinator.open_round import Opening, OpenRound
 from coordinator.reducing import Pool, Reducing
@@ -25,6 +24,7 @@ from optim.reduce import reduce_payloads
 from optim.reduction import Slab
 from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
+from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import CHUNK, decode_frame, encode_frame
 from tests.coordinator.coordinator_rig import (

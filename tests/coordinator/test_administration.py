@@ -9,7 +9,7 @@ import pytest
 from coordinator.administration import MAX_REASON, barred, host_of
 from coordinator.events import NodeExpelled, NodeLeft, RoundOpened, RunPaused, RunUnpaused
 from coordinator.journal import AdminRecord, ExpelledNode
-from coordinator.journal_folder import JournalFolder
+from coordinator.journal_folder import SWARM_SECRET, JournalFolder
 from coordinator.nodes import session_secret
 from protos import atoll_pb2 as pb
 from protos.digests import sha256_text
@@ -166,13 +166,13 @@ def test_the_journal_keeps_orders_also_before_the_run_begins(tmp_path: Path) -> 
 
 def test_orders_are_in_the_folder(tmp_path: Path) -> None:
     values = {"run_digest": "run", "table_digest": "tables", "run_toml": "[run]\n"}
-    record = AdminRecord("night", (ExpelledNode("node-1", "naïve", "192.0.2.7", "ab", "why"),))
+    record = AdminRecord("night", (ExpelledNode("node-1", "naïve", "192.0.2.7", "ab", "why", "k"),))
     with JournalFolder.open(tmp_path / "j", **values) as folder:
         assert folder.administration == AdminRecord()
         with folder.tables.transaction(durable=True):
             folder.tables.put_administration(record)
-        token = folder.admin_token()
-        assert len(token) >= 32 and folder.admin_token_path.stat().st_mode & 0o777 == 0o600
+        secret = folder.swarm_secret()
+        assert len(secret) >= 32 and (folder.path / SWARM_SECRET).stat().st_mode & 0o777 == 0o600
     with JournalFolder.open(tmp_path / "j", **values) as folder:
         assert folder.administration == record
-        assert folder.admin_token() == token != folder.token
+        assert folder.swarm_secret() == secret

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.contribution import Contribution, check_header, parse_header
-from coordinator.lane_layout import LaneLayout
 from optim.inspection import Inspection
 from protos.atoll_pb2 import ContributionHeader
+from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import CHUNK, COMMIT, END, HEADER, RESTART, Frame, decode_frame, encode_frame
 from tests.coordinator.coordinator_rig import end_frame, mixed_table, random_payload

@@ -725,12 +725,17 @@ async def test_a_contribution_that_arrives_after_the_stop_is_told_why() -> None:
     assert refused.value.code == "UNAVAILABLE"
 
 
-async def test_who_is_cut_off_in_the_last_round_is_given_what_it_lacks() -> None:
+@pytest.mark.parametrize("at", ["before the commit", "after it"])
+async def test_who_is_cut_off_in_the_last_round_is_given_what_it_lacks(at: str) -> None:
     site = Site(nodes=2, rounds=1)
     orders = await site.opened()
-    exchanges = [n.send(o, random_payload(0, site.table)) for n, o in zip(site.nodes, orders, strict=True)]
-    site.nodes[1].die()
-    await site.nodes[0].receive(exchanges[0])
+    site.nodes[1].send(orders[1], random_payload(0, site.table))
+    if at == "before the commit":
+        site.nodes[1].die()
+    first = site.nodes[0].send(orders[0], random_payload(0, site.table))
+    if at == "after it":
+        site.nodes[1].die()
+    await site.nodes[0].receive(first)
     assert (await site.nodes[0].stopped()).done
     site.nodes[0].leave()
     assert site.run.phase == "done" and not site.run.finished.is_set(), "one of them lacks the last result"

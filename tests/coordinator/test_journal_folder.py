@@ -33,16 +33,17 @@ def test_what_lies_in_the_folder(tmp_path: Path, desk: Desk) -> None:
         assert commit(journal, desk, index, memory={"x": np.ones(3, np.float32)}) is None
     journal.close()
     with JournalFolder.open(folder, run_digest="run", table_digest="tables", run_toml=RUN_TOML) as opened:
-        assert opened.token is None and not opened.ended
-        opened.keep_token("secret")
+        assert not opened.ended
+        secret = opened.swarm_secret()
         opened.mark_ended()
-    assert sorted(os.listdir(folder)) == ["journal.sqlite", "lock", "reducer", "results", "run.toml", "token"]
-    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+    files = ["journal.sqlite", "lock", "reducer", "results", "run.toml", "swarm-secret"]
+    assert sorted(os.listdir(folder)) == files
+    assert stat.S_IMODE((folder / "swarm-secret").stat().st_mode) == 0o600
     assert (folder / "run.toml").read_text() == RUN_TOML
     assert sorted(os.listdir(folder / "reducer")) == ["00000002.safetensors", "00000003.safetensors"]
     assert os.listdir(folder / "results") == ["00000001.seg"]
     with JournalFolder.open(folder, run_digest="run", table_digest="tables", run_toml=RUN_TOML) as opened:
-        assert opened.token == "secret" and opened.ended
+        assert opened.swarm_secret() == secret and opened.ended
 
 
 def refused(folder: Path, **choices: str) -> str:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.contribution import Contribution, check_header
-from coordinator.lane_layout import LaneLayout, Ranges, layout_of
 from optim.inspection import Inspection
 from protos.atoll_pb2 import ContributionHeader
+from protos.lane_layout import LaneLayout, Ranges, layout_of
 from protos.refusal import Refused
 from protos.wire import CHUNK, decode_frame, encode_frame
 from tests.coordinator.coordinator_rig import coded_table, end_frame, random_payload

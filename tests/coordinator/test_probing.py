@@ -50,7 +50,7 @@ async def test_how_a_machine_looks_from_here() -> None:
 
 async def test_a_listener_is_tried_where_it_calls_from() -> None:
     async with site() as made, probing(made) as probe:
-        made.hub.run.mesh.dial = lambda address: reach(address, RUN)
+        made.hub.run.mesh.dial = lambda address, certificate: reach(address, RUN, certificate=certificate)
         carrier = DirectCarrier(_unused, RUN)
         where = await carrier.listen(Address("127.0.0.1", 0))
         try:
@@ -69,7 +69,7 @@ async def test_only_the_caller_and_only_a_few_at_a_time_are_tried() -> None:
     asked: list[str] = []
     going = asyncio.Event()
 
-    async def dial(address: str) -> str:
+    async def dial(address: str, certificate: bytes) -> str:
         asked.append(address)
         await going.wait()
         return ""

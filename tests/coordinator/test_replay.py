@@ -10,11 +10,11 @@ import pytest
 import coordinator.replay
 from coordinator.delivery import Delivery
 from coordinator.journal import Kept, Loaded, MemoryJournal, RoundRecord
-from coordinator.lane_layout import LaneLayout
 from coordinator.replay import first_kept, replay
 from coordinator.result import Result, ResultRing
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable, TableSchedule
+from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import COMMIT, decode_frame, payload_digest
 from tests.coordinator.coordinator_rig import Download, mixed_table, schedule, voted_table

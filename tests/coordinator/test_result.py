@@ -8,9 +8,9 @@ import pytest
 
 from coordinator.delivery import Delivery
 from coordinator.journal import Kept, RoundRecord
-from coordinator.lane_layout import LaneLayout
 from coordinator.result import Result, ResultRing
 from protos.atoll_pb2 import Commit
+from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import CHUNK, CHUNK_BYTES, COMMIT, decode_frame, encode_frame
 from tests.coordinator.coordinator_rig import soon, voted_table

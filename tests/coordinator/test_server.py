@@ -14,12 +14,14 @@ import pytest
 import torch
 from google.protobuf.message import Message
 
+from coordinator.access import Access
+from coordinator.calls import DRAIN_SECONDS
 from coordinator.hub import Hub
 from coordinator.pacing import Pacer
 from coordinator.pool import ThreadPool
 from coordinator.rounds import Policy
 from coordinator.run import Run
-from coordinator.server import DRAIN_SECONDS, Server, serve
+from coordinator.server import Server, serve
 from coordinator.timer import LoopTimer
 from optim.aggregate import ReducerMemory
 from optim.bits import tally
@@ -27,7 +29,9 @@ from optim.reduce import reduce_payloads
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable
+from protos.certificate import Credential
 from protos.grpc_options import CHANNEL_OPTIONS
+from protos.identity import NodeKey
 from protos.listening import ListenError
 from tests.coordinator.coordinator_rig import (
     Download,
@@ -56,9 +60,10 @@ class Client:
     def __init__(self, site: Site, token: str = TOKEN) -> None:
         self.site = site
         self.token = token
+        self.key = NodeKey.new()
         self.session = ""
         self.id = ""
-        self.sent = self.received = 0
+        self.sent = self.received = self.sent_before = 0  # the last one: before it was admitted
         options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         self.channel = grpc.aio.insecure_channel(str(site.server.address), options=options)
         self.stream: Any = None
@@ -76,12 +81,18 @@ class Client:
         return reply.FromString(answer)
 
     async def join(self, **changes: Any) -> Client:
-        values = {"state_bytes": self.site.state.nbytes, **changes}
-        reply = await self.unary("Join", join_request(self.site.table, **values), pb.JoinReply)
-        self.session, self.id = reply.session, reply.node
+        request = join_request(self.site.table, **{"state_bytes": self.site.state.nbytes, **changes})
+        reply = await self.unary("Join", await self.proven(request), pb.JoinReply)
+        self.session, self.id, self.sent_before = reply.session, reply.node, self.sent
         self.stream = self.open_session()
         await self.say(heartbeat=pb.Heartbeat())
         return self
+
+    async def proven(self, request: pb.JoinRequest) -> pb.JoinRequest:
+        """A join that shows that it is this client's."""
+        run = await self.unary("GetRun", pb.GetRunRequest(protocol=wire.PROTOCOL), pb.GetRunReply)
+        self.key.prove(request, run.nonce)
+        return request
 
     def open_session(self) -> Any:
         return self.channel.stream_stream(f"/{wire.CONTROL_SERVICE}/Session")(metadata=self.metadata())
@@ -201,13 +212,15 @@ async def site(
     table: BucketTable | None = None,
     listen: str = "127.0.0.1:0",
     drain: float = DRAIN_SECONDS,
+    credential: Credential | None = None,
+    token: str | Access = TOKEN,
     **plan: Any,
 ) -> AsyncIterator[Site]:
     made = Site()
     made.table = table or voted_table()
     pool = ThreadPool()
     made.hub = Hub(Run(make_plan(**plan), schedule(made.table), timer=LoopTimer(), pool=pool, tally=tally))
-    made.server = await serve(made.hub, listen, TOKEN, drain=drain)
+    made.server = await serve(made.hub, listen, token, drain=drain, credential=credential)
     try:
         yield made
     finally:
@@ -324,9 +337,8 @@ async def test_an_island_and_a_node_of_one_process() -> None:
         status = here.hub.status()
         assert not status.counters and status.phase == "done"
         assert {node.ranks for node in status.nodes} == {1, 3}
-        joined = join_request(table, ranks=3, state_bytes=here.state.nbytes).ByteSize()
         up = {node.node: node.bytes_up for node in status.nodes}
-        assert up["node-0"] == sum(rank.sent for rank in ranks) - joined
+        assert up["node-0"] == sum(rank.sent for rank in ranks) - leader.sent_before
         for client in (leader, single):
             order = await client.order()
             assert order is not None and order.stop.done
@@ -675,7 +687,7 @@ async def test_join_refusals_name_both_values() -> None:
     async with site() as here:
         client = Client(here)
         request = join_request(here.table, table_digest="mine")
-        code, text = await code_of(client.unary("Join", request, pb.JoinReply))
+        code, text = await code_of(client.unary("Join", await client.proven(request), pb.JoinReply))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert "mine" in text and schedule(here.table).digest in text
         code, _ = await code_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.coordinator.coordinator_rig import (
     Site,
     abstain_frames,
     contribution_frames,
+    eventually,
     random_payload,
     voted_table,
 )
@@ -466,13 +468,22 @@ async def test_without_anybody_who_can_be_reached_the_round_goes_by_the_hub() ->
 
 
 @pytest.mark.parametrize("transport", ["direct", "auto"])
-async def test_an_island_of_ranks_makes_everybody_use_the_hub(transport: str) -> None:
+async def test_an_island_of_ranks_is_a_node_like_others(transport: str) -> None:
     site = Site(2, present=0, table=TABLE, transport=transport)
     one = Member(site.hub, endpoint=pb.Endpoint(direct="10.0.0.1:1"))
-    two = Member(site.hub, ranks=2)
+    two = Member(site.hub, ranks=2, endpoint=pb.Endpoint(direct="10.0.0.2:1"))
+    assert (await one.opened()).topology and (await two.opened()).topology
+    assert site.told(TopologyMade)[-1].reducers == ("node-0", "node-1")
+
+
+@pytest.mark.parametrize("transport", ["direct", "auto"])
+async def test_a_node_that_takes_no_part_makes_everybody_use_the_hub(transport: str) -> None:
+    site = Site(2, present=0, table=TABLE, transport=transport)
+    one = Member(site.hub, endpoint=pb.Endpoint(direct="10.0.0.1:1"))
+    two = Member(site.hub)
     assert (await one.opened()).topology == 0 and (await two.opened()).topology == 0
     (made,) = site.told(TopologyMade)
-    assert made.reducers == () and "node-1: what a node of several ranks has" in made.reason
+    assert made.reducers == () and "node-1: deals with nobody but the coordinator" in made.reason
     assert site.hub.status().ways == f"{transport}: {made.reason}"
 
 
@@ -643,13 +654,13 @@ async def test_an_address_is_tried_before_the_first_round() -> None:
     site = Site(2, present=0, table=TABLE, transport="direct")
     answers: dict[str, asyncio.Future[str]] = {}
 
-    async def dial(address: str) -> str:
+    async def dial(address: str, certificate: bytes) -> str:
         answers[address] = asyncio.get_running_loop().create_future()
         return await answers[address]
 
     site.run.mesh.dial = dial
     nodes = [Member(site.hub, endpoint=pb.Endpoint(direct=where)) for where in (":4601", "reef.example:7")]
-    await asyncio.sleep(0)
+    await eventually(lambda: len(answers) == 2, "two addresses that are tried")
     assert sorted(answers) == ["127.0.0.1:4601", "reef.example:7"]
     assert site.run.phase == "syncing" and "node-0, node-1" in site.run.reason
     answers["127.0.0.1:4601"].set_result("")
@@ -665,25 +676,60 @@ async def test_an_address_that_did_not_answer_is_tried_again_without_waiting() -
     site = Site(1, present=0, table=TABLE, transport="direct", rounds=3)
     answers: list[asyncio.Future[str]] = []
 
-    async def dial(address: str) -> str:
+    async def dial(address: str, certificate: bytes) -> str:
         answers.append(asyncio.get_running_loop().create_future())
         return await answers[-1]
 
     site.run.mesh.dial = dial
     node = Member(site.hub, endpoint=pb.Endpoint(direct=":4601"))
-    await asyncio.sleep(0)
+    await eventually(lambda: bool(answers), "an address that is tried")
     assert site.run.mesh.settling == "node-0"
     answers[0].set_result("connecting timed out")
     assert (await node.opened(0)).topology == 0
-    for uplink in (1e6, 2e6):
+    for count, uplink in enumerate((1e6, 2e6), 2):
         node.say(endpoint=pb.Endpoint(direct=":4601", uplink=uplink))
-        await asyncio.sleep(0)
-    assert len(answers) == 3 and not site.run.mesh.settling and answers[1].cancelled()
+        await eventually(partial(_has, answers, count), "another attempt")
+    assert not site.run.mesh.settling
+    await eventually(answers[1].cancelled, "the end of the attempt before")
     answers[2].set_result("")
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert site.run.mesh.reached == ["127.0.0.1:4601"]
+    await eventually(lambda: bool(site.run.mesh.reached), "an answer")
+    assert site.run.mesh.reached == [("127.0.0.1:4601", b"")]
     site.hub.close()
+
+
+def _has(answers: Sequence[object], count: int) -> bool:
+    return len(answers) == count
+
+
+async def test_a_hidden_node_of_the_swarm_reduces_nothing_in_the_first_round_either() -> None:
+    site = Site(3, present=0, table=TABLE, transport="auto")
+    tried: list[str] = []
+
+    async def dial(address: str, certificate: bytes) -> str:
+        tried.append(address)
+        return "" if address == "10.0.0.1:1" else "connecting timed out"
+
+    async def knock(places: Sequence[str]) -> str:
+        tried.extend(places)
+        return "" if "10.0.0.2:4701" in places else "connecting timed out"
+
+    site.run.mesh.dial, site.run.mesh.knock = dial, knock
+    nodes = [
+        Member(
+            site.hub,
+            endpoint=pb.Endpoint(
+                direct=f"10.0.0.{index}:1",
+                swarm=f"Qm{index}",
+                swarm_addresses=[f"/ip4/10.0.0.{index}/tcp/4701/p2p/Qm{index}"],
+            ),
+        )
+        for index in (1, 2, 3)
+    ]
+    assert site.run.phase == "syncing" and "node-2" in site.run.reason, "it is tried before the first round"
+    for node in nodes:
+        await node.opened(0)
+    assert sorted(tried) == [f"10.0.0.{index}:{port}" for index in (1, 2, 3) for port in (1, 4701)]
+    assert {part.reducer for part in nodes[0].slices()} == {"node-0", "node-1"}
 
 
 async def test_links_that_differ_make_slices_that_differ() -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from bench.fuzzing.streams import InlinePool
 from coordinator.chunk_store import ChunkStore, FileChunkStore, MemoryChunkStore
 from coordinator.partial_snapshot import Upload
 from coordinator.snapshots import PAUSES, Snapshot, Snapshots
 from protos import atoll_pb2 as pb
 from protos.refusal import Refused
 from protos.wire import CHUNK, CHUNK_BYTES, END, HEADER, decode_frame, encode_frame
-from tests.coordinator.coordinator_rig import HeldPool, InlinePool, VirtualTimer, soon
+from tests.coordinator.coordinator_rig import HeldPool, VirtualTimer, soon
 from tests.coordinator.state_rig import SharedState, StateDownload, chunks_end
 
 STALL = 60.0

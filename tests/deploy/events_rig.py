@@ -117,5 +117,11 @@ EVERY: list[of_coordinator.Event] = [
     of_coordinator.RunPaused(7, "a planned power cut"),
     of_coordinator.RunUnpaused(7),
     of_coordinator.NodeExpelled("node-1", "reef", "votes nonsense"),
+    of_coordinator.TokenAdded("reef", "node", 1.8e9),
+    of_coordinator.TokenUsed("reef", "node", "192.0.2.7"),
+    of_coordinator.AccessRefused("expired", "reef", "192.0.2.7", "0123456789abcdef", "it expired", 3),
+    of_coordinator.TokenEnded("reef", "node", "revoked"),
+    of_coordinator.NodeSuspected("node-1", "reef", 7, "warn", "replays", 1.0, "its votes are old: 1.00"),
+    of_coordinator.SliceDisputed("node-1", "reef", 7, "disputed", ("node-0",), "they contradict each other"),
     of_coordinator.CoordinatorStopped("suspended", "SIGTERM", 8),
 ]

@@ -51,4 +51,4 @@ def test_a_violation_names_rounds_and_nodes_and_is_exit_code_1(tmp_path: Path) -
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     result = runner.invoke(app, ["audit", str(tmp_path)])
-    assert result.exit_code == 1 and "is no journal" in result.output and "Traceback" not in result.output
+    assert result.exit_code == 17 and "is no journal" in result.output and "Traceback" not in result.output

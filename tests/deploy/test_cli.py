@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -27,6 +30,7 @@ def _root_logger() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+    logging.getLogger("matplotlib").setLevel(logging.NOTSET)
 
 
 def _imported(arguments: list[str]) -> set[str]:
@@ -48,10 +52,16 @@ def test_help_imports_neither_torch_nor_grpc() -> None:
     assert not {"torch", "grpc", "numpy", "matplotlib", "pydantic"} & modules
 
 
-def test_init_and_status_do_without_torch(tmp_path: Path) -> None:
-    assert "torch" not in _imported(["run", "init", str(tmp_path / "run.toml")])
-    assert (tmp_path / "run.toml").exists()
-    assert "torch" not in _imported(["status", "atoll://x@127.0.0.1:1"])
+HEAVY = {"torch", "numba", "matplotlib", "scipy", "transformers"}
+
+
+def test_what_only_asks_or_counts_does_without_torch(tmp_path: Path) -> None:
+    file = str(tmp_path / "run.toml")
+    assert not HEAVY & _imported(["run", "init", file])
+    assert not HEAVY & _imported(["run", "check", file])
+    assert not HEAVY & _imported(["status", "atoll+insecure://x@127.0.0.1:1"])
+    plan = _imported(["plan", "--params", "20M", "--nodes", "4", "--uplink", "1gbit", "--step-time", "1s"])
+    assert "optim.tables" in plan and not {*HEAVY, "grpc", "numpy"} & plan
 
 
 def test_help_names_the_commands() -> None:
@@ -61,14 +71,46 @@ def test_help_names_the_commands() -> None:
         assert re.search(rf"^ *{command} ", result.output, re.MULTILINE), command
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["run", "init"], ["run", "check"], ["coordinator"], ["join"], ["train"], ["status"], ["demo"], ["plan"]],
-)
-def test_every_command_has_help(command: list[str]) -> None:
+def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of the program with its words."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield path, command
+    for name, each in (inner or {}).items():
+        yield from _commands(each, (*path, name))
+
+
+COMMANDS = dict(_commands(typer.main.get_command(app)))
+ACTS = {  # what they do is their result: to look at it, another command, or a log, is there
+    *(("coordinator",), ("join",), ("train",), ("run", "init"), ("replay",), ("testbed", "link")),
+    *(("throttle", action) for action in ("set", "clear", "run")),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> None:
     result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0 and "Usage:" in result.output
-    assert f"Example: atoll {' '.join(command)}" in result.output
+    assert re.search(rf"Examples?: .*atoll {' '.join(command)} ", result.output, re.DOTALL)
+
+
+def test_every_command_that_reports_does_so_as_json() -> None:
+    without = {
+        path for path, command in COMMANDS.items() if not any("--json" in p.opts for p in command.params)
+    }
+    assert without == ACTS
+
+
+def test_shells_complete_commands_and_options() -> None:
+    asked = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": "atoll sta", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from deploy.cli import main; main()"],
+        cwd=ROOT,
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["status"], done.stderr
 
 
 def test_init_writes_a_run_file_that_check_accepts(tmp_path: Path) -> None:
@@ -98,7 +140,7 @@ def test_init_does_not_overwrite(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("mine")
     result = runner.invoke(app, ["run", "init", str(file)])
-    assert result.exit_code == 1 and "exists already" in result.output and "--force" in result.output
+    assert result.exit_code == 12 and "exists already" in result.output and "--force" in result.output
     assert file.read_text() == "mine"
     assert runner.invoke(app, ["run", "init", str(file), "--force"]).exit_code == 0
     assert RunFile.load(file) == RunFile.parse(file.read_text())
@@ -113,7 +155,7 @@ def test_init_to_stdout() -> None:
 
 def test_init_refuses_broken_values(tmp_path: Path) -> None:
     result = runner.invoke(app, ["run", "init", str(tmp_path / "r.toml"), "--set", "model.heads=7"])
-    assert result.exit_code == 1 and "heads" in result.output and "Traceback" not in result.output
+    assert result.exit_code == 10 and "heads" in result.output and "Traceback" not in result.output
     assert not (tmp_path / "r.toml").exists()
 
 
@@ -197,7 +239,7 @@ def test_check_names_a_method_that_does_not_fit_the_model(tmp_path: Path, method
     file = tmp_path / "run.toml"
     file.write_text(f"[method]\n{method}\n")
     result = runner.invoke(app, ["run", "check", str(file)])
-    assert result.exit_code == 1
+    assert result.exit_code in (10, 12)
     assert "cannot train this model" in result.output and expected in result.output
     assert "Traceback" not in result.output
 
@@ -216,19 +258,19 @@ def test_check_lists_what_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[run]\nnode = 3\nrounds = 0\n")
     result = runner.invoke(app, ["run", "check", str(file)])
-    assert result.exit_code == 1
+    assert result.exit_code == 10
     assert "2 problems" in result.output and "did you mean 'nodes'?" in result.output
     assert "Traceback" not in result.output
 
 
 def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
     result = runner.invoke(app, ["run", "check", str(tmp_path / "none.toml")])
-    assert result.exit_code == 1 and "cannot be read" in result.output and "Traceback" not in result.output
+    assert result.exit_code == 10 and "cannot be read" in result.output and "Traceback" not in result.output
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = runner.invoke(app, ["--debug", "run", "check", str(tmp_path / "none.toml")])
-    assert result.exit_code == 1 and "Traceback" in result.output and "cannot be read" in result.output
+    assert result.exit_code == 10 and "Traceback" in result.output and "cannot be read" in result.output
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["run", "check"], ["status"], ["status", "x", "--fast"]])
@@ -240,16 +282,25 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], monkeypatch: pytest.Mo
 @pytest.mark.parametrize("command", [["status"], ["join"]])
 def test_something_that_is_not_an_invite(command: list[str]) -> None:
     result = runner.invoke(app, [*command, "192.0.2.7:4600"])
-    assert result.exit_code == 1
+    assert result.exit_code == 11
     assert "atoll://TOKEN@HOST:PORT" in result.output and "Traceback" not in result.output
 
 
 def test_nobody_there() -> None:
-    result = runner.invoke(app, ["status", "atoll://secret@127.0.0.1:1"])
-    assert result.exit_code == 1
+    result = runner.invoke(app, ["status", "atoll+insecure://secret@127.0.0.1:1"])
+    assert result.exit_code == 31
     assert "no coordinator answers at 127.0.0.1:1" in result.output and "secret" not in result.output
 
 
 def test_the_version() -> None:
     result = runner.invoke(app, ["--version"])
     assert result.exit_code == 0 and result.output.startswith("atoll")
+
+
+@pytest.mark.parametrize(("options", "shown"), [([], False), (["--debug"], True)])
+def test_matplotlib_tells_of_its_font_cache_only_where_logs_are_asked_for(
+    options: list[str], shown: bool
+) -> None:
+    runner.invoke(app, [*options, "run", "check", "no such file"])
+    log = logging.getLogger("matplotlib.font_manager")
+    assert log.isEnabledFor(logging.WARNING) is shown and log.isEnabledFor(logging.ERROR)

@@ -33,7 +33,7 @@ def test_it_has_help() -> None:
 
 def test_unknown_names_end_with_a_sentence(tmp_path: Path) -> None:
     result = runner.invoke(app, ["compare", "sign-moun", "--out", str(tmp_path)])
-    assert result.exit_code == 1 and "did you mean sign-muon" in result.output
+    assert result.exit_code == 12 and "did you mean sign-muon" in result.output
     assert "Traceback" not in result.output
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.costs import run_costs
-from deploy.demo import Options, run_files
+from deploy.demo import SIZES, STALL_SECONDS, STEPS, Options, patience, run_files
 from deploy.errors import UserError
 from deploy.memory import FP32_BYTES
 from node.model import build_model, model_on_meta
@@ -123,3 +124,25 @@ def test_the_demo_makes_as_many_steps_with_every_method(tmp_path: Any) -> None:
     nodes, alone = map(RunFile.parse, run_files(Options(out=tmp_path, method="muloco", values=values)))
     assert (nodes.run.rounds, nodes.run.evaluate_every) == (7, 3)
     assert (alone.run.rounds, alone.run.evaluate_every) == (7 * 32, 3 * 32)
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "most"), [("S", 0.24e6, 0.25e6), ("M", 1.9e6, 2.3e6), ("L", 10e6, 12e6)]
+)
+def test_the_sizes_of_the_demo_are_what_its_help_says(
+    size: str, least: float, most: float, tmp_path: Any
+) -> None:
+    nodes, alone = map(RunFile.parse, run_files(Options(out=tmp_path, size=size)))
+    assert least < run_costs(nodes).parameters < most
+    assert nodes.model == alone.model and nodes.run.rounds == STEPS[size]
+
+
+def test_a_demo_waits_longer_for_rounds_that_compute_more(tmp_path: Path) -> None:
+    def seconds(**options: Any) -> float:
+        return patience(RunFile.parse(run_files(Options(tmp_path, **options))[0])) - STALL_SECONDS
+
+    small = [seconds(size=size) for size in SIZES]
+    assert 0 < small[0] < 10 and small == sorted(small) and small[2] > 40 * small[0]
+    steps = RunFile.model_validate({"method": {"name": "muloco"}}).method.micro_steps(1)
+    assert steps > 1 and seconds(size="L", method="muloco") == pytest.approx(steps * small[2])
+    assert seconds(nodes=6) == pytest.approx(2 * small[0])

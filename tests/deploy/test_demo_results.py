@@ -60,7 +60,7 @@ def test_the_course_is_put_together_from_all_nodes() -> None:
     assert [(step, loss) for step, loss, _ in course.checks] == [(i + 1, 4.0 - 0.25 * i) for i in range(8)]
     assert (course.validation_loss, course.bits_per_byte) == (2.25, 6.0)
     assert course.tokens == 8 * 300
-    assert course.compute_share == pytest.approx(0.8)
+    assert course.compute_share == pytest.approx(0.8) and course.busy_seconds == pytest.approx(8 * 3)
     assert course.agreement == pytest.approx(0.8)
     assert course.step_bytes_up == PAYLOAD and course.step_bytes_down == PAYLOAD + 1
 

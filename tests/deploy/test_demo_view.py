@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from deploy.demo_view import line, pace, spark, view
+from deploy.demo_view import line, outlook, pace, spark, view
 from deploy.history import WINDOW_SECONDS, History
 from deploy.table import MISSING
 from protos import atoll_pb2 as pb
@@ -74,6 +74,29 @@ def test_pace() -> None:
     for second in range(1, 40):
         history.add(_reply(20 + 2 * second), 102.0 + second)
     assert history.rounds_per_second == pytest.approx(2.0), f"of the last {WINDOW_SECONDS} s only"
+
+
+def test_rounds_that_take_longer_than_the_window_have_a_pace() -> None:
+    history = History()
+    for second in range(61):  # a round every 20 s, after 40 s for the processes to come up
+        history.add(_reply(0 if second < 40 else 1), float(second))
+    assert math.isnan(history.rounds_per_second), "the start is no round"
+    for second in range(61, 125):
+        history.add(_reply(1 + (second - 40) // 20), float(second))
+    assert history.rounds_per_second == pytest.approx(1 / 20)
+    assert pace(history) == "0.1 rounds/s, 31 min 40 s left"
+
+
+def test_a_long_demo_says_how_long_it_will_take() -> None:
+    history = History()
+    for index in range(1, 4):
+        history.add(_reply(index), 20.0 * index)
+    told = outlook(history, baseline=True)
+    assert told.startswith("a round takes 20 s: the 97 rounds that are left take about 32 min 20 s, and the")
+    assert told.endswith("; --rounds or --no-baseline makes it shorter")
+    assert "single process" not in outlook(history, baseline=False)
+    assert outlook(_history(), baseline=True) == "", "16 s are not worth a word"
+    assert outlook(History(), baseline=True) == ""
 
 
 def test_the_pace_of_a_run_that_is_done_is_that_of_all_of_it() -> None:

@@ -264,9 +264,9 @@ def test_folders_that_are_no_journal(tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / DATABASE).write_bytes(b"no database" * 100)
     result = runner.invoke(app, ["doctor", str(tmp_path / "bad")])
-    assert result.exit_code == 1
+    assert result.exit_code == 17
     with pytest.raises(UserError, match="one run at a time"):
-        gather(["atoll://x@a:1", "atoll://y@b:1"], lambda text: None)
+        gather(["atoll+insecure://x@a:1", "atoll+insecure://y@b:1"], lambda text: None)
 
 
 def test_the_command_on_logs_and_a_journal(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_the_command_on_a_running_coordinator() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        result = runner.invoke(app, ["doctor", "--offline", f"atoll://token@127.0.0.1:{port}"])
+        result = runner.invoke(app, ["doctor", "--offline", f"atoll+insecure://token@127.0.0.1:{port}"])
     finally:
         server.stop(None).wait(5)
     assert result.exit_code == 0, result.output

@@ -25,6 +25,7 @@ from node.exchange.peers.direct import DirectCarrier
 from node.exchange.probing import Rate
 from node.exchange.trouble import Kind
 from protos.address import Address
+from protos.certificate import made
 from protos.invite import Invite
 from protos.version import version_of
 from protos.wire import PROTOCOL
@@ -106,7 +107,7 @@ def test_troubles(kind: Kind) -> None:
 
 def test_versions_and_clock() -> None:
     other = only(doctor_network.versions, answered(protocol=PROTOCOL + 1, version="9.9"))
-    assert other.level == "bad" and other.advice.endswith("pip install atoll==9.9")
+    assert other.level == "bad" and other.advice.endswith("the wheel or the checkout of 9.9")
     assert only(doctor_network.versions, answered(version="9.9")).level == "warn"
     late = only(doctor_network.clock, answered(skew=-30.0))
     assert late.level == "warn" and "30 s behind" in late.text and "set-ntp" in late.advice
@@ -196,7 +197,7 @@ def test_machines() -> None:
     found = doctor_machine.examine(machine())
     assert {finding.level for finding in found} == {"ok"}
     assert found[0].text == "cuda:0 is H100, 84.8 GB of 85.9 GB free"
-    assert "pip install 'atoll[swarm]'" in found[-1].text and "torch 2.13.0" in found[-1].text
+    assert "pip install 'PATH[swarm]'" in found[-1].text and "torch 2.13.0" in found[-1].text
     full = machine(accelerators=(Accelerator("H100", 1 << 30, 80 << 30),))
     assert only(doctor_machine.gpus, full).level == "warn"
     blind = only(doctor_machine.gpus, machine(accelerators=()))
@@ -228,8 +229,8 @@ def test_torch_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch, tmp_
 # ---------------------------------------------------------------------------------- a real coordinator
 
 
-def invite(port: int, token: str = TOKEN, host: str = "127.0.0.1") -> Invite:
-    return Invite(token, host, port)
+def invite(port: int, token: str = TOKEN, host: str = "127.0.0.1", pin: str = "") -> Invite:
+    return Invite(token, host, port, pin)
 
 
 async def looked(where: Invite, **options: Any) -> NetworkFacts:
@@ -240,7 +241,9 @@ async def looked(where: Invite, **options: Any) -> NetworkFacts:
 async def reaching(**plan: Any) -> AsyncIterator[Site]:
     """A coordinator that tries addresses."""
     async with site(**plan) as made:
-        made.hub.run.mesh.dial = lambda address: reach(address, "run-digest")
+        made.hub.run.mesh.dial = lambda address, certificate: reach(
+            address, "run-digest", certificate=certificate
+        )
         yield made
 
 
@@ -251,24 +254,30 @@ async def test_what_is_found_out_of_a_coordinator() -> None:
     assert facts.own == {"127.0.0.1"} and facts.trouble is None
     assert facts.answer is not None and facts.answer.host == "127.0.0.1" and facts.answer.skew > 1e9
     assert facts.listening is not None and facts.listening.why_not == ""
+    assert only(doctor_network.encryption, facts).level == "warn", "this one is insecure"
     assert facts.up is not None and facts.up.per_second > 0
     assert facts.down is not None and facts.down.per_second > 0
     assert not made.hub.run.registry.nodes and not any(made.hub.run.counters.values())
 
 
 async def test_nodes_are_tried_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    carrier = DirectCarrier(doctor_probe._nobody, "run-digest")
+    own, credential = made(), made()
+    carrier = DirectCarrier(doctor_probe._nobody, "run-digest", credential=own)
     there = await carrier.listen(Address("127.0.0.1", 0))
     gone = f"127.0.0.1:{free_port()}"
-    monkeypatch.setattr("coordinator.mesh.Mesh.reached", [str(there), gone, "127.0.0.1:1"])
+    monkeypatch.setattr("coordinator.mesh.Mesh.reached", [(str(there), own.der), (gone, own.der), ("", b"")])
     monkeypatch.setattr(doctor_probe, "PEERS", 2)
     try:
-        async with reaching() as made:
-            facts = await looked(invite(made.server.address.port))
+        async with reaching(credential=credential) as here:
+            port = here.server.address.port
+            facts = await looked(invite(port, pin=credential.pin))
+            wrong = await looked(invite(port, pin=own.pin))
     finally:
         await soon(carrier.close())
+    assert wrong.trouble is not None and wrong.trouble[0] is Kind.CERTIFICATE
+    assert facts.listening is not None and facts.listening.why_not == "" and not facts.insecure
     assert [bool(one.why_not) for one in facts.peers] == [False, True] and facts.more_peers == 1
-    assert [one.by for one in facts.seen] == [f"127.0.0.1:{made.server.address.port}", str(there)]
+    assert [one.by for one in facts.seen] == [f"127.0.0.1:{port}", str(there)]
     assert {one.address for one in facts.seen} == {f"127.0.0.1:{facts.seen[0].local}"}, "from one port"
 
 

@@ -57,18 +57,18 @@ def test_file_and_folder(tmp_path: Path) -> None:
 
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:
-    output = run(tmp_path, "-o", tmp_path / "m.safetensors", code=1)
+    output = run(tmp_path, "-o", tmp_path / "m.safetensors", code=16)
     assert output.startswith(f"atoll: there is no checkpoint in {tmp_path}: ")
     checkpoint(tmp_path / "ck")
     (tmp_path / "m.safetensors").write_text("")
-    output = run(tmp_path / "ck", "-o", tmp_path / "m.safetensors", code=1)
+    output = run(tmp_path / "ck", "-o", tmp_path / "m.safetensors", code=16)
     assert output == (
         f"atoll: {tmp_path / 'm.safetensors'} exists already: give --force to overwrite it, or choose "
         "another name\n"
     )
     run(tmp_path / "ck", "-o", tmp_path / "m.safetensors", "--force")
     (tmp_path / "ck" / "round-00000004" / "model.safetensors").unlink()
-    assert "model.safetensors is missing" in run(tmp_path / "ck", "-o", tmp_path / "x", code=1)
+    assert "model.safetensors is missing" in run(tmp_path / "ck", "-o", tmp_path / "x", code=16)
     run(tmp_path / "ck", "-o", tmp_path / "x", "--dtype", "int3", code=2)
 
 

@@ -87,12 +87,14 @@ def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     assert given(f"@{path}", 60.0, lambda: 0.0, sleep) == invite
 
 
-def test_a_file_that_does_not_come(tmp_path: Path) -> None:
+def test_a_file_that_does_not_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     clock = iter([0.0, 1.0, 2.0, 3.0])
     naps: list[float] = []
     with pytest.raises(UserError, match=r"no invite in .*absent after 2 s"):
         given(f"@{tmp_path / 'absent'}", 2.0, lambda: next(clock), naps.append)
     assert len(naps) == 1
+    assert len(caplog.messages) == 1 and "absent yet; waiting 2 s" in caplog.text
     with pytest.raises(UserError, match=r"no invite in .*absent;"):
         given(f"@{tmp_path / 'absent'}")
 

@@ -76,6 +76,17 @@ def test_lanes_and_state_are_those_of_the_ranks_optimizers(method: dict[str, obj
         assert one.weights == one.gradients == 4 * held
 
 
+def test_the_leader_has_the_whole_of_what_travels_between_nodes() -> None:
+    run = _run({"name": "sign-muon"})
+    model = model_on_meta(run.model)
+    tables = build_method(run.method, model).tables
+    by_hub, between = (rank_bytes(run.method, model, 4, between=way) for way in (False, True))
+    assert between[1:] == by_hub[1:]
+    assert between[0].contribution - by_hub[0].contribution == tables.nbytes
+    assert between[0].exchange - by_hub[0].exchange == tables.result_nbytes
+    assert rank_bytes(run.method, model, 1, between=True) == rank_bytes(run.method, model, 1)
+
+
 @pytest.mark.parametrize("method", [*METHODS, LOCAL_BASIS], ids=_name)
 def test_ranks_hold_together_what_one_node_holds(method: dict[str, object]) -> None:
     run = _run(method)

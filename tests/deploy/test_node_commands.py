@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.starting import Start, starting
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -31,31 +30,12 @@ context = 16
 batch = 2
 """
 
-Start = Callable[..., "subprocess.Popen[str]"]
-
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts `atoll` with some arguments; whatever is left ends with the test."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def run(*arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
-        )
-        processes.append(process)
-        return process
-
-    yield run
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate(timeout=DEADLINE)
+    with starting("-m", "deploy.cli", deadline=DEADLINE) as run:
+        yield run
 
 
 def _run_file(tmp_path: Path, rounds: int) -> Path:
@@ -75,14 +55,18 @@ def _has(path: Path, text: str) -> Callable[[], bool]:
 def test_train_to_the_end(tmp_path: Path, start: Start) -> None:
     events = tmp_path / "events.jsonl"
     process = start(
-        "train", str(_run_file(tmp_path, 5)), "--save", str(tmp_path / "ck"), "--events", str(events)
-    )
+        "train", str(_run_file(tmp_path, 5)), "--save", str(tmp_path / "ck"), "--events", str(events),
+        "--log-dir", str(tmp_path / "logs"),
+    )  # fmt: skip
     text, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, text
     assert "round 5/5" in text and "saved" in text
     rounds = [json.loads(line) for line in events.read_text().splitlines()]
     assert sum(event["event"] == "RoundDone" for event in rounds) == 5
     assert (tmp_path / "ck" / "round-00000005" / "model.safetensors").exists()
+    (kept,) = (tmp_path / "logs").iterdir()
+    assert text.splitlines()[-1] == f"logs are in {kept}: rounds.csv"
+    assert len((kept / "rounds.csv").read_text().splitlines()) == 1 + 5
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -107,6 +91,7 @@ def test_a_node_leaves_with_ctrl_c(tmp_path: Path, start: Start) -> None:
     coordinator = start(
         "coordinator", str(_run_file(tmp_path, 5)), "--listen", "127.0.0.1:0", "--metrics", "off",
         "--invite-file", str(invite), "--journal", str(tmp_path / "journal"),
+        "--log-dir", str(tmp_path / "logs"),
     )  # fmt: skip
     _until(invite.exists, coordinator)
     node = start("join", invite.read_text().strip(), "--name", "reef", "--events", str(events))
@@ -119,10 +104,13 @@ def test_a_node_leaves_with_ctrl_c(tmp_path: Path, start: Start) -> None:
     text, _ = coordinator.communicate(timeout=DEADLINE)
     assert coordinator.returncode == 143, text
     assert "Traceback" not in text
+    kept = tmp_path / "logs" / "atoll-coordinator"
+    assert f"logs are in {kept}: rounds.csv, events.jsonl" in text
+    assert '"NodeLeft"' in (kept / "events.jsonl").read_text()
 
 
 def test_a_coordinator_that_is_not_there(start: Start) -> None:
-    process = start("join", "atoll://secret@127.0.0.1:1", "--wait", "1s")
+    process = start("join", "atoll+insecure://secret@127.0.0.1:1", "--wait", "1s")
     text, _ = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 1
+    assert process.returncode == 31
     assert "127.0.0.1:1" in text and "secret" not in text and "Traceback" not in text

@@ -19,7 +19,7 @@ from protos.invite import Invite
 from protos.sections import ExchangeConfig
 from tests.node.tiny import run_file
 
-INVITE = "atoll://secret@127.0.0.1:1"
+INVITE = "atoll+insecure://secret@127.0.0.1:1"
 PEER = "/ip4/192.0.2.7/tcp/4601/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 runner = CliRunner()
 
@@ -89,7 +89,7 @@ def test_everything_can_be(chosen: list[Options], tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_said(arguments: list[str], words: str, chosen: list[Options]) -> None:
     result = runner.invoke(app, ["join", INVITE, *arguments])
-    assert result.exit_code == 1 and not chosen
+    assert result.exit_code == 12 and not chosen
     assert words in " ".join(result.output.split()) and "Traceback" not in result.output
 
 

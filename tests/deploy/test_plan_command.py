@@ -182,6 +182,6 @@ def test_another_codec_changes_bytes_and_leaves_the_loss_open() -> None:
 )
 def test_nonsense_is_refused_in_words(arguments: list[str], message: str) -> None:
     result = runner.invoke(app, ["plan", *arguments])
-    assert result.exit_code == 1, result.output
+    assert result.exit_code in (10, 12), result.output
     assert message in result.output and "Traceback" not in result.output
     assert "pydantic" not in result.output

@@ -24,7 +24,7 @@ from deploy.processes import (
 from tests.waiting import until
 
 QUICK = Grace(interrupt=0.3, terminate=0.3, kill=5.0)
-DEADLINE = 20.0
+DEADLINE = 100.0
 
 
 def _python(code: str) -> list[str]:
@@ -58,6 +58,13 @@ STUBBORN = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print('up', flush=True)
     time.sleep(60)
+"""
+TOLD = """
+    import signal, time
+    signal.signal(signal.SIGINT, lambda number, frame: print('told', flush=True))
+    print('up', flush=True)
+    while True:
+        time.sleep(60)
 """
 POLITE = """
     import time
@@ -96,16 +103,22 @@ def test_one_that_ignores_signals_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
-    children = Children(Grace(interrupt=60, terminate=60, kill=5))
-    child = children.start("stubborn", _python(STUBBORN), log=tmp_path / "log")
+    children = Children(Grace(interrupt=DEADLINE, terminate=DEADLINE, kill=DEADLINE))
+    child = children.start("stubborn", _python(TOLD), log=tmp_path / "log")
     _until(_says(child.log, "up"), "start")
+
+    def again() -> None:
+        _until(_says(child.log, "told"), "the first interrupt")  # which stop() has sent: it waits now
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    second = threading.Thread(target=again)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
+            second.start()
             children.stop()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        second.join()
         signal.signal(signal.SIGALRM, before)
     assert child.code == -signal.SIGKILL
 

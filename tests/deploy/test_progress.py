@@ -62,6 +62,7 @@ def test_rounds_are_counted_from_1_and_states_by_the_rounds_in_them() -> None:
     assert "round 6 was decided without this node: too late" in said
     assert "caught up with rounds 6 to 8: 44 kB in 500 ms" in said
     assert sentence(events.Replayed(5, 1, 44_000, 0.5)).startswith("caught up with round 6: 44 kB")
+    assert sentence(events.Replayed(5, 0, 0, 0.1)).startswith("nothing to catch up with: ")
     assert any(text.startswith("state after round 6 loaded") for text in said)
     assert any(text.startswith("after round 10: validation 2.000") for text in said)
 

@@ -200,7 +200,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[run]\n")
     result = runner.invoke(app, ["replay", str(path)])
-    assert result.exit_code == 1 and "is no log of events: line 1" in result.output
+    assert result.exit_code == 12 and "is no log of events: line 1" in result.output
     assert result.output.count("\n") == 1
     assert plain_line(Moment(BEGIN, "a", of_node.Notice("b"))) == "2026-05-01 12:00:00.000 a           b"
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from coordinator.journal import JournalError
 from coordinator.journal_file import FileJournal
 from coordinator.service import Outcome
+from coordinator.token_file import TokenFile
 from deploy.costs import run_costs
 from deploy.serving import Choices, JsonFormatter, coordinate, each_round, exit_code, metrics_address, opened
 from deploy.status import StatusClient
@@ -156,20 +158,21 @@ def test_a_port_in_use(run_file: Path, started: list[subprocess.Popen[str]]) -> 
         process = _coordinator(run_file, "--listen", f"127.0.0.1:{port}")
         started.append(process)
         text, _ = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 1
+    assert process.returncode == 13
     journal, problem = text.splitlines()
     assert journal == f"journal in {run_file.with_name('journal')}" and f"port {port} is in use" in problem
-    assert (run_file.with_name("journal") / "token").read_text().strip()
+    (token,) = TokenFile(run_file.with_name("journal")).book.tokens
+    assert (token.name, token.role) == ("default", "node")
 
 
 def test_a_coordinator_that_is_started_again(
     run_file: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    """Begun rounds are gone on with, the invite is the old one, and a second coordinator is refused."""
+    """Begun rounds are gone on with, the old invite is valid, and a second coordinator is refused."""
     runfile, choices = RunFile.load(run_file), Choices(journal=tmp_path / "journal")
     costs = run_costs(runfile)
     with opened(runfile, costs, choices) as folder:
-        folder.keep_token("kept")
+        TokenFile(folder.path).edit(lambda book: book.given("default", "node", "kept", now=0.0))
         desk = Desk()
         journal = FileJournal(folder, desk.post)
         journal.begin(START)
@@ -182,7 +185,9 @@ def test_a_coordinator_that_is_started_again(
         run_file, "--listen", "127.0.0.1:0", "--invite-file", str(invite), "--events", str(events)
     )
     started.append(process)
-    assert _invite(invite, process).token == "kept"
+    fresh = _invite(invite, process)
+    with StatusClient(replace(fresh, token="kept")) as client:
+        assert client.fetch(30).round == 1
     with pytest.raises(JournalError, match=f"in use by another coordinator, process {process.pid} on"):
         coordinate(runfile, choices, lambda line: None)
     process.send_signal(signal.SIGTERM)
@@ -196,7 +201,9 @@ def test_a_coordinator_that_is_started_again(
     assert "suspended after 1 rounds" in rest and "Traceback" not in rest
     assert '"RunResumed"' in events.read_text()
     with opened(runfile, costs, choices) as folder:
-        assert folder.token == "kept" and folder.recovered is not None and not folder.ended
+        assert folder.recovered is not None and not folder.ended
+        names = [token.name for token in TokenFile(folder.path).book.tokens]
+        assert names == ["default", "default-2"], "the first invite is valid still, and its secret not kept"
 
 
 def test_a_run_that_has_ended_is_not_served_again(run_file: Path, tmp_path: Path) -> None:

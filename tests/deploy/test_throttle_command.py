@@ -90,7 +90,7 @@ def test_named_links(machine: Machine, tmp_path: Path) -> None:
     throttle("set", "--links", str(file), "--link", "a", "--link", "b")
     assert throttle("show").splitlines() == ["eth0: 1 Gbit/s both ways", "eth1: 1 % loss both ways"]
     assert "leave the other options out" in throttle(
-        "set", "--links", str(file), "--link", "a", "--rate", "1mbit", code=1
+        "set", "--links", str(file), "--link", "a", "--rate", "1mbit", code=12
     )
     throttle("clear", "--links", str(file), "--link", "a", "--link", "b")
     assert machine.bare
@@ -123,20 +123,20 @@ def test_show_says_when_the_process_that_delays_is_gone(machine: Machine, delays
     ],
 )
 def test_errors_are_words(machine: Machine, words: list[str], said: str) -> None:
-    assert said in throttle(*words, code=1)
+    assert said in throttle(*words, code=12)
     assert not machine.ran
 
 
 def test_a_command_that_is_not_there_leaves_nothing(machine: Machine) -> None:
     assert "atoll-no-such-command" in throttle(
-        "run", "-i", "eth1", "--rate", "1mbit", "--", "atoll-no-such-command", code=1
+        "run", "-i", "eth1", "--rate", "1mbit", "--", "atoll-no-such-command", code=13
     )
     assert machine.bare
 
 
 def test_without_the_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "ip -j link show: not found" in throttle("set", "-i", "eth0", "--rate", "1gbit", code=1)
+    assert "ip -j link show: not found" in throttle("set", "-i", "eth0", "--rate", "1gbit", code=12)
 
 
 def test_throttle_does_without_torch() -> None:

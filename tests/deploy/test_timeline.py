@@ -144,10 +144,10 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes, sai
     path.write_bytes(content)
     out = tmp_path / "out.png"
     result = runner.invoke(app, ["timeline", str(path), "-o", str(out)])
-    assert result.exit_code == 1 and not out.exists()
+    assert result.exit_code == 12 and not out.exists()
     assert said in result.output and str(path) in result.output and result.output.count("\n") == 1
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     result = runner.invoke(app, ["timeline", str(tmp_path / "none.jsonl")])
-    assert result.exit_code == 1 and "none.jsonl: No such file" in result.output
+    assert result.exit_code == 13 and "none.jsonl: No such file" in result.output

@@ -38,7 +38,11 @@ class Stream:
 
     def follows(self, other: Stream) -> bool:
         """Whether what is launched next comes after all of ``other``."""
-        return self.seen.get(other.name, 0) == other.launched
+        return self.has_seen(other) == other.launched
+
+    def has_seen(self, other: Stream) -> int:
+        """How many launches of ``other`` come before what is launched next."""
+        return self.seen.get(other.name, 0)
 
 
 class Cuda:
@@ -106,8 +110,9 @@ def reducing(member: Member, mode: Any, equal: bool) -> list[str]:
     buffer = torch.arange(12.0, device=member.device)
     cuda.compute.launch()  # fills it
     transfer = comm.reduce("w", layout, buffer)
-    freed, gone = list[bool](), Event()
-    finalize(buffer, lambda: (freed.append(cuda.compute.follows(side)), gone.set()))
+    freed, gone, reading = list[bool](), Event(), side.launched + 1
+    # The transport's thread may let go of it late, when the next stage runs on the side.
+    finalize(buffer, lambda: (freed.append(cuda.compute.has_seen(side) >= reading), gone.set()))
     del buffer
     transfer.advance()
     if not side.follows(cuda.compute):

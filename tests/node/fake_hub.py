@@ -14,11 +14,13 @@ from grpc import aio
 from node.exchange.network import NetworkThread
 from protos import atoll_pb2 as pb
 from protos import wire
+from protos.certificate import Credential
 from protos.grpc_options import SERVER_OPTIONS
 from protos.invite import Invite
+from protos.tls import bind
 
 TOKEN = "test-token"
-DEADLINE = 10.0  # seconds; of every wait in these tests
+DEADLINE = 100.0  # seconds; of every wait in these tests
 
 
 @dataclass
@@ -93,6 +95,7 @@ class FakeHub:
     refuse_join: str = ""
     refuse_code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION
     heartbeat_seconds: float = 5.0
+    credential: Credential | None = None
 
     def __post_init__(self) -> None:
         self.messages: queue.Queue[pb.NodeMessage] = queue.Queue()
@@ -107,7 +110,7 @@ class FakeHub:
 
     @property
     def invite(self) -> Invite:
-        return Invite(TOKEN, self.host, self.port)
+        return Invite(TOKEN, self.host, self.port, "" if self.credential is None else self.credential.pin)
 
     def start(self) -> FakeHub:
         """Listen; again on the same port after :meth:`die`."""
@@ -170,7 +173,7 @@ class FakeHub:
         )
         self._server.add_generic_rpc_handlers((control, bulk))
         host = f"[{self.host}]" if ":" in self.host else self.host
-        self.port = self._server.add_insecure_port(f"{host}:{self.port}")
+        self.port = bind(self._server, self.credential)(f"{host}:{self.port}")
         assert self.port
         await self._server.start()
 

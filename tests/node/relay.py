@@ -6,7 +6,7 @@ import asyncio
 
 from node.exchange.network import NetworkThread
 
-DEADLINE = 10.0  # seconds
+DEADLINE = 100.0  # seconds
 
 
 class Relay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.coordinator.coordinator_rig import voted_table
 
 TABLE = voted_table(64)
 ORDER = RoundOrder(0, 0, ("node-0",), 0, 1, False, False, topology=1)
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 class Session:
@@ -37,6 +38,28 @@ class Session:
     async def offered_again(self, order: RoundOrder) -> RoundOrder:
         await self.lost.wait()
         raise RoundLost("the session has something else")
+
+    async def superseded(self, order: RoundOrder) -> None:
+        await self.lost.wait()
+
+
+class Unanswered:
+    """A call on a connection that was lost, which nobody notices."""
+
+    def __init__(self) -> None:
+        self.read_from, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def write(self, message: bytes) -> None: ...
+
+    async def done_writing(self) -> None: ...
+
+    async def read(self) -> bytes:
+        self.read_from.set()
+        await asyncio.Event().wait()
+        return b""
+
+    def cancel(self) -> None:
+        self.cancelled.set()
 
 
 class Rounds:
@@ -59,10 +82,13 @@ class Rounds:
         raise Trouble(Kind.CUT, "unreachable")
 
 
-def contributor(session: Session, rounds: Rounds) -> Contributor:
+def contributor(session: Session, rounds: Rounds | None, call: Unanswered | None = None) -> Contributor:
     tables = TableSchedule((TABLE,))
     link: Any = SimpleNamespace(
-        limits=Limits(), traffic=SimpleNamespace(compose=lambda part: None), address="nowhere"
+        limits=Limits(),
+        traffic=SimpleNamespace(compose=lambda part: None),
+        address="nowhere",
+        exchange=lambda secret: call,
     )
     peers: Any = rounds
     return Contributor(
@@ -83,3 +109,16 @@ async def test_the_round_is_over_when_it_is_broken_off(end: str) -> None:
     assert rounds.over
     if end != "cancelled":
         assert isinstance(work.exception(), RoundLost)
+
+
+@pytest.mark.parametrize("result_ready", [False, True])
+async def test_a_call_that_never_ends_does_not_hold_up_a_session_that_has_gone_on(result_ready: bool) -> None:
+    session, call = Session(), Unanswered()
+    order = replace(ORDER, topology=0, result_ready=result_ready)
+    work = asyncio.ensure_future(contributor(session, None, call).reduce(order, None, "no data", None))
+    await asyncio.wait_for(call.read_from.wait(), DEADLINE)
+    session.generation += 1
+    session.lost.set()
+    with pytest.raises(RoundLost, match="something else"):
+        await asyncio.wait_for(work, DEADLINE)
+    await asyncio.wait_for(call.cancelled.wait(), DEADLINE)

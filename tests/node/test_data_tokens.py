@@ -280,9 +280,9 @@ def test_hub_datasets_that_cannot_be_used(tmp_path: Path) -> None:
 def test_missing_extras_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'atoll\[hf\]'"):
+    with pytest.raises(DataError, match=r"pip install 'PATH\[hf\]'"):
         open_corpus("hf:owner/name", tmp_path)
-    with pytest.raises(DataError, match=r"pip install 'atoll\[tokenizers\]'"):
+    with pytest.raises(DataError, match=r"pip install 'PATH\[tokenizers\]'"):
         FileTokenizer(tmp_path / "tokenizer.json")
 
 

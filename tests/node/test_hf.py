@@ -48,7 +48,7 @@ def save(folder: Path, config: dict[str, Any]) -> LlamaShape:
 @pytest.mark.parametrize("build", [lambda c: build_model(c, 0), model_on_meta])
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModelError, match=r"needs the transformers library.*pip install 'atoll\[hf\]'"):
+    with pytest.raises(ModelError, match=r"needs the transformers library.*pip install 'PATH\[hf\]'"):
         build(LlamaShape(name="hf:gpt2"))
 
 

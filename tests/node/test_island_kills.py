@@ -1,4 +1,5 @@
-"""A rank of an island is killed at every point of a round: the run goes on, and the island comes back."""
+"""A rank of an island is killed at every point of a round: the run goes on, and the island comes back; also
+where slices travel between the nodes, one of which the island is."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from node.model import model_on_meta
 from optim.methods import build_method
 from tests.node.fleet import Fleet
 from tests.node.island_rig import Island, Single, small_run
+from tests.node.peers.mesh_rig import transported
 
 PHASES = ("forward", "backward", "encode", "exchange", "apply", "checkpoint")
 KILLS = [*((phase, 1) for phase in PHASES), ("exchange", 0), ("publish", 0)]
@@ -63,9 +66,9 @@ class Pace:
 class Scene:
     """A run of two nodes of one process each, and what an island that comes and goes has saved of it."""
 
-    def __init__(self, fleet: Fleet, pace: Pace, folder: Path) -> None:
-        run = small_run("sign-muon", nodes=2, rounds=100_000)
-        limits = run.round.model_copy(update={"deadline": DEADLINE})
+    def __init__(self, fleet: Fleet, pace: Pace, folder: Path, transport: str, deadline: float) -> None:
+        run = transported(small_run("sign-muon", nodes=2, rounds=100_000), transport)
+        limits = run.round.model_copy(update={"deadline": deadline})
         run = run.model_copy(update={"round": limits})
         tables = build_method(run.method, model_on_meta(run.model)).tables
         self.coordinator = fleet.coordinator(run, tables)
@@ -102,14 +105,20 @@ class Scene:
             island.close()
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@contextmanager
+def staged(folder: Path, transport: str, deadline: float) -> Iterator[Scene]:
     fleet = Fleet()
     with pytest.MonkeyPatch.context() as patch:
-        made = Scene(fleet, Pace(patch), tmp_path_factory.mktemp("saved"))
+        made = Scene(fleet, Pace(patch), folder, transport, deadline)
         yield made
         made.close()
         fleet.close()
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with staged(tmp_path_factory.mktemp("saved"), "hub", DEADLINE) as made:
+        yield made
 
 
 def events(told: Sequence[Mapping[str, Any]], kind: str) -> list[int]:
@@ -121,6 +130,25 @@ def assert_same(told: Sequence[Mapping[str, Any]], digests: Mapping[int, str]) -
     rounds = {line["round"]: line["digest"] for line in told if "digest" in line and "round" in line}
     assert rounds
     assert rounds == {index: digests[index] for index in rounds}
+
+
+def come_back(scene: Scene) -> list[dict[str, Any]]:
+    """The island takes part again, from its newest checkpoint; what it has told until the next one."""
+    start = scene.saved()
+    island = scene.island({})
+    scene.pace.go()
+    told: list[dict[str, Any]] = []
+    while not events(told, "Saved"):
+        line, before = island.ranks[1].until("round")
+        told += [*before, line]
+    assert events(told, "Resumed") == ([] if start is None else [start.round])
+    assert not list(scene.folder.glob(".*"))
+    assert_same(told, scene.digests(events(told, "Saved")[0]))
+    scene.coordinator.close()
+    for rank in island.ranks:
+        code, rest = rank.end()
+        assert code == 0 and rest[-1]["done"] is False
+    return told
 
 
 @pytest.mark.parametrize(("phase", "victim"), KILLS)
@@ -154,17 +182,17 @@ def test_run_goes_on_without_an_island_that_has_lost_a_rank(phase: str, victim: 
 
 
 def test_island_comes_back(scene: Scene) -> None:
-    start = scene.saved()
-    island = scene.island({})
-    scene.pace.go()
-    told: list[dict[str, Any]] = []
-    while not events(told, "Saved"):
-        line, before = island.ranks[1].until("round")
-        told += [*before, line]
-    assert events(told, "Resumed") == ([] if start is None else [start.round])
-    assert not list(scene.folder.glob(".*"))
-    assert_same(told, scene.digests(events(told, "Saved")[0]))
-    scene.coordinator.close()
-    for rank in island.ranks:
-        code, rest = rank.end()
-        assert code == 0 and rest[-1]["done"] is False
+    come_back(scene)
+
+
+def test_an_island_that_reduces_for_others_is_lost_in_the_exchange_and_comes_back(tmp_path: Path) -> None:
+    with staged(tmp_path, "direct", deadline=2.0) as scene:
+        island = scene.island({1: {"dies": ["exchange", BEFORE]}})
+        scene.pace.go()
+        code, told = island.ranks[1].end()
+        assert code == -signal.SIGKILL
+        digests = scene.digests(scene.pace.round + 2)
+        scene.pace.hold()
+        assert_same(told, digests)
+        assert island.ranks[0].end()[0] == 1
+        assert events(come_back(scene), "Replayed"), "the other nodes have the results"

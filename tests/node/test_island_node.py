@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from node.model import model_on_meta
 from optim.methods import build_method
 from protos.runfile import RunFile
-from tests.node.fleet import Coordinator, Fleet
+from tests.node.fleet import Coordinator, Fleet, Log
 from tests.node.island_rig import Island, Single, small_run
+from tests.node.peers.mesh_rig import most_reducers, transported
 
 SIZES = (1, 2, 4)
 ROUNDS = 3
@@ -27,8 +29,8 @@ def islands() -> Iterator[list[Island]]:
         island.close()
 
 
-def coordinator_of(fleet: Fleet, run: RunFile) -> Coordinator:
-    return fleet.coordinator(run, build_method(run.method, model_on_meta(run.model)).tables)
+def coordinator_of(fleet: Fleet, run: RunFile, **more: Any) -> Coordinator:
+    return fleet.coordinator(run, build_method(run.method, model_on_meta(run.model)).tables, **more)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -66,6 +68,29 @@ def test_islands_of_any_size_equal_single_nodes_that_accumulate(
         assert sum(lanes) == whole
         sent = sum(ends[size, number][0]["lane"] for number in range(size))  # the farewell included
         assert 0 <= sent - ends[size, 0][0]["up"] < 200
+
+
+@pytest.mark.parametrize("method", ["sign-muon", "lordo"])
+def test_an_island_among_nodes_that_reduce_for_each_other(
+    method: str, islands: list[Island], fleet: Fleet
+) -> None:
+    found = {}
+    for transport in ("hub", "direct"):
+        run = transported(small_run(method, nodes=3, rounds=ROUNDS, **METHODS[method]), transport)
+        log = Log()
+        coordinator = coordinator_of(fleet, run, on_event=log.listener("coordinator"))
+        islands[1].join(coordinator.invite)
+        singles = [Single(coordinator.invite) for _ in range(2)]
+        for single in singles:
+            single.wait()
+        ends = [rank.until("done") for rank in islands[1].ranks]
+        found[transport], others = ([event.digest for event in single.rounds] for single in singles)
+        assert others == found[transport]
+        for end, before in ends:
+            assert end["done"] and [line["digest"] for line in before if "digest" in line] == found[transport]
+        assert most_reducers(log) == (3 if transport == "direct" else 0)
+    assert found["direct"] == found["hub"] and len(set(found["hub"])) == ROUNDS
+    assert ends[1][0]["lane"] < OVERHEAD, "the coordinator hears nothing of a rank that does not lead"
 
 
 def test_nodes_of_unlike_precision_and_batch_hold_the_same_state(islands: list[Island], fleet: Fleet) -> None:

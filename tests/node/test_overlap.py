@@ -32,7 +32,7 @@ from tests.node.tiny import (
 )
 
 STEPS = 4
-DEADLINE = 30.0
+DEADLINE = 100.0
 
 
 class Watched(TinyModel):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -34,8 +33,9 @@ from node.exchange.order_json import MAX_ORDER_BYTES, order_from_json, order_to_
 from node.island.broadcast import Receiver, Sender
 from node.island.ranks import IslandRanks
 from node.ranks import Alone, Ranks
+from tests.waiting import free_port
 
-DEADLINE = 20.0
+DEADLINE = 100.0
 ROUND = RoundOrder(3, 2, ("node-0", "node-1"), 12, 4, True, False, generation=5)
 STOP = StopOrder(False, "interrupted", False)
 
@@ -195,7 +195,7 @@ def test_answer_that_is_too_long_is_refused_by_all(island: Island, monkeypatch: 
 
 
 def test_rank_that_does_not_come_is_named_with_what_it_was_asked_for(island: Island) -> None:
-    ranks = island.ranks(seconds=0.3)
+    ranks = island.ranks(seconds=1.0)  # in which the other two come
     errors = island.all(lambda rank: None if rank == 2 else ranks[rank].gather("digests", b""))
     for rank in (0, 1):
         assert f"digests: rank {rank} waits in vain for the other ranks" in str(errors[rank])
@@ -309,9 +309,7 @@ ranks.close("the end")
 
 
 def test_processes_meet_by_torchruns_environment_and_miss_one_that_was_killed(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     root = str(Path(__file__).parents[2])
     ranks = [
         subprocess.Popen(
@@ -332,7 +330,7 @@ def test_processes_meet_by_torchruns_environment_and_miss_one_that_was_killed(tm
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=60) for process in ranks]
+        outputs = [process.communicate(timeout=2 * DEADLINE) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 
+from node.clocks import Clocks
 from node.events import Abstained, RoundDone
 from node.exchange.base import RoundOrder, RoundResult
 from node.exchange.filling import Filling
@@ -79,6 +81,16 @@ def test_first_bytes_are_final_before_the_backward_pass_is_over() -> None:
     assert optimizer.tables.of(0).buckets[0].name == "outer.weight"
     assert max(final) >= optimizer.tables.of(0).buckets[0].nbytes
     assert all(filling.finished and filling.final == filling.nbytes for filling in exchange.fillings)
+
+
+def test_gradients_that_are_only_noted_are_no_phase() -> None:
+    ticks = itertools.count()  # a second a look: no two spans are so close that they become one
+    node = Node(run_of("sign-muon"), overlap=True, clocks=Clocks(wall=lambda: float(next(ticks))))
+    node.run()
+    spans = [[name for name, *_ in event.spans] for event in node.of(RoundDone)]
+    stacks, parameters = 3, 6  # two matrices, and all vectors together
+    assert len(node.parameters()) == parameters
+    assert {names.count("propose") for names in spans} == {stacks + 1}, "the last is that of the end"
 
 
 class Poisoned(TinyModel):

@@ -192,11 +192,11 @@ def test_ctrl_c_while_waiting_for_a_coordinator_leaves_no_thread() -> None:
             said.append(event.text)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(KeyboardInterrupt):
-        join(Invite(TOKEN, "127.0.0.1", port), Options(), listen)
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        with pytest.raises(KeyboardInterrupt):
+            join(Invite(TOKEN, "127.0.0.1", port), Options(), listen)
     assert said[0].startswith(f"waiting for the coordinator at 127.0.0.1:{port}: nothing listens")
     assert not [thread for thread in threading.enumerate() if thread.name == "atoll-network"]
 

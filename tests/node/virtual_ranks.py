@@ -13,7 +13,7 @@ from node.ranks import Ranks
 
 T = TypeVar("T")
 
-DEADLINE = 30.0
+DEADLINE = 100.0
 
 
 class Virtual:

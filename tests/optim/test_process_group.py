@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from datetime import timedelta
 from multiprocessing.connection import wait
 
@@ -20,6 +19,7 @@ from optim.process_group import GroupReduceError, MajorityAllReduce, broadcast_s
 from optim.reduce import reduce_payloads
 from optim.sign_muon import SignMuon
 from tests.optim.aggregate_rig import contribution, mixed
+from tests.waiting import free_port
 
 DEADLINE = 120.0  # seconds for all processes of a test
 ROUNDS = 4
@@ -136,9 +136,7 @@ def entry(rank: int, port: int, out: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each of three processes saw."""
     out = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     processes = [
         context.Process(target=entry, args=(rank, port, os.fspath(out)), daemon=True) for rank in range(WORLD)

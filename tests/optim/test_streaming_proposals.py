@@ -97,6 +97,24 @@ def test_any_order_of_arrival_gives_the_same_bytes(method, rank, random, data) -
     assert same(tensors(plain), tensors(streamed))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_what_completes_something_is_what_has_it_written(method: str) -> None:
+    nets, (_, optimizer) = pair(METHODS[method])
+    held = list(nets[1].parameters())
+    assert not any(map(optimizer.completes, held)), "nothing has been started"
+    give(nets, 0)
+    out = empty(optimizer, 0)
+    optimizer.start(0, out, lambda nbytes: None)
+    found = []
+    for parameter in reversed(held):
+        before, completes = out.clone(), optimizer.completes(parameter)
+        optimizer.arrived(parameter)
+        assert completes is not torch.equal(out, before)
+        found.append(completes)
+        assert not optimizer.completes(parameter), "it has come"
+    assert {True, False} == set(found)
+
+
 def test_the_end_of_the_model_is_written_before_its_beginning_has_come() -> None:
     net = model()
     optimizer = build_method(MethodConfig(), net)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ipaddress
 import string
+from base64 import urlsafe_b64encode
 
 import pytest
 from hypothesis import given
@@ -15,11 +16,16 @@ _LABELS = st.from_regex(r"[a-z][a-z0-9]{0,8}(-[a-z0-9]{1,4})?", fullmatch=True)
 _NAMES = st.lists(_LABELS, min_size=1, max_size=4).map(".".join)
 _HOSTS = st.one_of(_NAMES, st.ip_addresses(v=4).map(str), st.ip_addresses(v=6).map(str))
 _PORTS = st.integers(1, 65535)
+_PINS = st.one_of(
+    st.just(""), st.binary(min_size=32, max_size=32).map(lambda b: urlsafe_b64encode(b).decode()[:43])
+)
+PIN = "A" * 43
 
 
-@given(_TOKENS, _HOSTS, _PORTS)
-def test_str_and_parse_are_inverse(token: str, host: str, port: int) -> None:
-    invite = Invite(token, host, port)
+@given(_TOKENS, _HOSTS, _PORTS, _PINS)
+def test_str_and_parse_are_inverse(token: str, host: str, port: int, pin: str) -> None:
+    invite = Invite(token, host, port, pin)
+    assert str(invite).startswith("atoll+insecure://" if invite.insecure else "atoll://")
     assert Invite.parse(str(invite)) == invite
     assert Invite.parse(f"  {invite}\n") == invite
     assert Address.parse(invite.address) == Address(host, port)
@@ -43,7 +49,7 @@ def test_ipv6_stands_in_brackets(address: ipaddress.IPv6Address, port: int) -> N
 
 
 def test_an_ipv6_zone_is_kept() -> None:
-    assert Invite.parse("atoll://t@[fe80::1%eth0]:4600").host == "fe80::1%eth0"
+    assert Invite.parse(f"atoll://t@[fe80::1%eth0]:4600/{PIN}").host == "fe80::1%eth0"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,12 @@ def test_an_ipv6_zone_is_kept() -> None:
         ("atoll://abc@host:0", "port 0 cannot"),
         ("atoll://abc@host:65536", "not '65536'"),
         ("atoll://abc@host:46oo", "not '46oo'"),
-        ("atoll://abc@host:4600/path", "not '4600/path'"),
+        ("atoll://abc@host:4600", "no pin behind the port"),
+        ("atoll://abc@host:4600/", "no pin behind the port"),
+        ("atoll://abc@host:4600/path", "the pin 'path' is not 43 characters"),
+        (f"atoll://abc@host:4600/{PIN}/", "is not 43 characters"),
+        (f"atoll://abc@host:4600/{PIN[:-1]}B", "is not 43 characters"),
+        (f"atoll+insecure://abc@host:4600/{PIN}", "ends with the port"),
         ("atoll://abc@:4600", "neither an IPv4"),
         ("atoll://abc@2001:db8::7:4600", "in brackets"),
         ("atoll://abc@[2001:db8::7:4600", "has no port"),
@@ -77,7 +88,7 @@ def test_errors_name_the_part_and_show_a_proper_invite(text: str, expected: str)
     with pytest.raises(InviteError) as caught:
         Invite.parse(text)
     assert expected in str(caught.value)
-    assert "atoll://TOKEN@HOST:PORT" in str(caught.value)
+    assert "atoll://TOKEN@HOST:PORT/PIN" in str(caught.value)
 
 
 def test_the_token_is_shown_by_str_only() -> None:

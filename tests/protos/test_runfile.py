@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from protos.buckets import MEDIAN
 from protos.methods import LOCAL, LOW_RANK, PRESETS, VOTED
 from protos.runfile import (
     CoordinatorConfig,
@@ -116,7 +117,7 @@ def test_durations_addresses_and_off_are_read() -> None:
         ("[model]\nlayers = 2.7", "for example 3"),
         ("[model]\ntied = 1", "[model] tied = 1: must be true or false"),
         ("[model]\ncontext = 1", "[model] context = 1: must be a whole number from 2 to 1,048,576"),
-        ('[model]\nname = "gpt"', '[model] name = "gpt": must be "llama", or "hf:" and'),
+        ('[model]\nname = "gpt"', '[model] name = "gpt": must be "llama", "own", or "hf:" and'),
         (
             "[run]\nname = 5",
             "[run] name = 5: must be 1 to 64 letters, digits, '.', '_' and '-', beginning with",
@@ -270,6 +271,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("run", {"evaluate_every": 33}),
     ("run", {"validation_windows": 129}),
     ("model", {"name": "hf:gpt2"}),
+    ("model", {"name": "own", "tensors": ["w matrix 2x3"]}),
     ("model", {"d_model": 128}),
     ("model", {"layers": 3}),
     ("model", {"heads": 4}),
@@ -331,10 +333,31 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("expel = 0.5", "[byzantine] expel = 0.5: must not be less than warn = 0.8"),
+        ("warn = 0\nexpel = 1", "[byzantine] expel = 1.0: cannot be done with warn = 0"),
+        ("downweight = 3", "[byzantine] downweight = 3"),
+        ("retally = 257", "[byzantine] retally = 257"),
+        ("retally_cost = 0", "[byzantine] retally_cost = 0"),
+    ],
+)
+def test_thresholds_of_suspicion_stand_in_order(text: str, words: str) -> None:
+    assert words in refused(f"[byzantine]\n{text}")
+
+
+def test_thresholds_of_suspicion_are_off_but_for_the_warning() -> None:
+    run = RunFile.parse('[byzantine]\nwarn = 1\nexpel = 0\n[method]\nname = "diloco"\ntrim = "median"')
+    assert (run.byzantine.warn, run.byzantine.expel, run.method.trim) == (1.0, 0.0, MEDIAN)
+    assert RunFile.parse(run.to_toml()) == run
+    assert run.digest == RunFile.model_validate({"method": {"name": "diloco", "trim": MEDIAN}}).digest
+
+
 def test_every_other_value_changes_the_digest() -> None:
     covered = {(section, key) for section, change in CHANGES for key in change}
     fields = {(name, key) for name, section in RunFile() for key in type(section).model_fields}
-    ways = ("exchange", "coordinator")  # of the bytes: they decide nothing that is computed
+    ways = ("byzantine", "exchange", "coordinator", "limits")  # they decide nothing that is computed
     assert covered == {(section, key) for section, key in fields if section not in ways}
     needs: dict[str, Any] = {"tokenizer": {"model": {"vocab": 300}}}
     digests = {

@@ -11,6 +11,7 @@ import pytest
 
 from bench.bed import DEADLINE, ROOT
 from bench.bed import Bed as AnyBed
+from bench.forked import ForkedChildren
 from deploy.processes import Children, Grace
 
 __all__ = ["DEADLINE", "ROOT"]
@@ -28,6 +29,7 @@ class Bed(AnyBed):
         settings: Mapping[str, Any] | None = None,
         deadline: str = "60s",
         listen: str = "127.0.0.1:0",
+        limits: Mapping[str, Any] | None = None,
     ) -> None:
         """Start the coordinator and wait for its invite; ``settings`` are the method's."""
         self.write(
@@ -36,6 +38,7 @@ class Bed(AnyBed):
                 "method": {"name": method, **(settings or {})},
                 "round": {"deadline": deadline, "adaptive": False, "start_timeout": "100s"},
                 "coordinator": {"listen": listen, "metrics": "off"},
+                **({"limits": limits} if limits else {}),
             }
         )
         invite = self.folder / "invite"
@@ -67,6 +70,13 @@ class Bed(AnyBed):
 def bed(tmp_path: Path) -> Iterator[Bed]:
     with Children(Grace(interrupt=3.0, terminate=2.0, kill=5.0)) as children:
         yield Bed(tmp_path, children)
+
+
+@pytest.fixture
+def forked_bed(tmp_path: Path) -> Iterator[Bed]:
+    """Of processes that are forked, where it does not matter how they are started."""
+    with ForkedChildren() as children:
+        yield Bed(tmp_path, children, command=())
 
 
 def alive(pid: int) -> bool:

@@ -67,6 +67,14 @@ class Look:
     node: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Network:
+    """Where a container's network is: the path of its namespace, its address in the WAN."""
+
+    namespace: str
+    address: str
+
+
 class DockerBed:
     """Brings the bed up and down, and looks at it."""
 
@@ -150,6 +158,17 @@ class DockerBed:
             of, packets = counters[f"{prefix}_bytes"], counters[f"{prefix}_packets"]
             kernel[direction] = (of[0] - 66 * packets[0], of[1] - 66 * packets[1])
         return Look(kernel, _bytes(seen["metrics"]))
+
+    def network(self, service: str) -> Network:
+        """The network of a service's first container; root may enter it."""
+        container = self.compose("ps", "--quiet", service).split()[0]
+        done = subprocess.run(
+            ["docker", "container", "inspect", container],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        found = json.loads(done.stdout)[0]
+        address = found["NetworkSettings"]["Networks"][f"{self.name}_wan"]["IPAddress"]
+        return Network(f"/proc/{found['State']['Pid']}/ns/net", address)
 
     def left(self) -> list[str]:
         """Containers, networks and volumes of this project that are there."""

@@ -8,23 +8,31 @@ import socket
 
 import pytest
 
+from protos.invite import Invite
+from tests.system.conftest import Bed
+
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def bed(forked_bed: Bed) -> Bed:
+    return forked_bed
+
+
 def test_a_killed_node_does_not_stop_the_others(bed):
-    bed.lead(nodes=3, rounds=400)
+    bed.lead(nodes=3, rounds=250)
     for name in ("a", "b", "c"):
         bed.join(name)
     bed.reached("c", 20)
     os.kill(bed.nodes["c"].pid, signal.SIGKILL)  # the deadline is 60 s: its closed connection must be enough
     bed.finished("a", "b")
-    assert bed.agree("a", "b", "c") >= 400
-    last = bed.rounds("a")[399]
+    assert bed.agree("a", "b", "c") >= 250
+    last = bed.rounds("a")[249]
     assert len(last["voters"]) == 2
 
 
 def test_a_frozen_node_misses_rounds_and_catches_up(bed):
-    bed.lead(nodes=3, rounds=600, deadline="0.5s")
+    bed.lead(nodes=3, rounds=300, deadline="0.5s")
     for name in ("a", "b", "c"):
         bed.join(name)
     bed.reached("c", 10)
@@ -36,11 +44,12 @@ def test_a_frozen_node_misses_rounds_and_catches_up(bed):
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     bed.finished("a", "b", "c")
-    assert bed.agree("a", "b", "c") == 600
+    assert bed.agree("a", "b", "c") == 300
     missed = [number for number, event in bed.rounds("a").items() if len(event["voters"]) == 2]
     assert missed, "the others must have gone on without the frozen node"
-    assert max(bed.rounds("c")) == 599
-    assert bed.rounds("c")[599]["counted"], "it must be counted again once it is in time"
+    assert max(bed.rounds("c")) == 299
+    later = [event["counted"] for number, event in bed.rounds("c").items() if number > stopped_at + 6]
+    assert any(later), "it must be counted again once it is in time"
 
 
 def test_a_late_node_loads_the_state_and_takes_part(bed):
@@ -64,7 +73,7 @@ def test_a_late_node_loads_the_state_and_takes_part(bed):
 
 
 def test_interrupting_a_node_leaves_cleanly_over_ipv6(bed):
-    bed.lead(nodes=2, rounds=400, listen="[::1]:0")
+    bed.lead(nodes=2, rounds=250, listen="[::1]:0")
     assert "@[::1]:" in bed.invite
     for name in ("a", "b"):
         bed.join(name)
@@ -80,7 +89,7 @@ def test_interrupting_the_coordinator_ends_everything(bed):
     for name in ("a", "b"):
         bed.join(name, "--save", str(bed.folder / f"saved-{name}"))
     bed.reached("a", 5)
-    port = int(bed.invite.rsplit(":", 1)[1])
+    port = Invite.parse(bed.invite).port
     os.kill(bed.coordinator.pid, signal.SIGINT)
     assert bed.ended(bed.coordinator) == 130, bed.coordinator.fate()
     for name in ("a", "b"):
@@ -98,7 +107,7 @@ def test_a_killed_coordinator_ends_the_nodes_with_a_reason(bed):
     bed.reached("a", 5)
     os.kill(bed.coordinator.pid, signal.SIGKILL)
     for name in ("a", "b"):
-        assert bed.ended(bed.nodes[name]) == 1, bed.nodes[name].fate()
+        assert bed.ended(bed.nodes[name]) == 31, bed.nodes[name].fate()
         text = bed.nodes[name].tail(40)
         assert "coordinator" in text and "Traceback" not in text
         assert list((bed.folder / f"saved-{name}").glob("round-*/meta.json")), "the work must not be lost"
@@ -111,7 +120,7 @@ def test_another_text_is_refused_with_both_digests(bed, tmp_path):
     bed.join("a")
     bed.until(lambda: any(e["event"] == "Joined" for e in bed.events("a")), "the first node")
     stranger = bed.join("stranger", "--data", str(other))
-    assert bed.ended(stranger) == 1
+    assert bed.ended(stranger) == 32, stranger.fate()
     text = stranger.tail(40)
     assert "Traceback" not in text
     digests = {word.strip(".,:;()") for word in text.split() if len(word.strip(".,:;()")) == 64}

@@ -190,7 +190,7 @@ def test_a_run_of_real_nodes(browser: Any, tmp_path: Path) -> None:
         visitor.page.fill("[data-test=pause-reason]", "looking closely")
         visitor.page.click("[data-test=pause-send]")
         visitor.until(lambda: visitor.phase == "paused", "the pause")
-        assert visitor.page.inner_text(".banner") == "Paused: looking closely"
+        visitor.until(lambda: visitor.page.inner_text(".banner") == "Paused: looking closely", "the reason")
         visitor.until(
             lambda: not differences(visitor, metrics),
             "page and metrics that agree",
@@ -214,10 +214,19 @@ def test_a_run_of_real_nodes(browser: Any, tmp_path: Path) -> None:
         visitor.until(lambda: visitor.round >= stands + 5, "rounds after the pause")
 
         # A node is expelled, and does not come back.
-        (expelled,) = (node for node, row in visitor.cells().items() if row[1] == "atoll")
+        found: list[str] = []
+
+        def found_it() -> bool:  # the table may be drawn anew just now
+            found[:] = [node for node, row in visitor.cells().items() if row[1] == "atoll"]
+            return len(found) == 1
+
+        visitor.until(found_it, "the row of the node")
+        (expelled,) = found
         visitor.page.click(f".roster button:has-text('{expelled}')")
         visitor.page.click("[data-test=expel]")
-        visitor.until(lambda: visitor.cells()[expelled][2] in ("leaving", "left"), "the node's leave")
+        visitor.until(
+            lambda: visitor.cells().get(expelled, ["", "", ""])[2] in ("leaving", "left"), "the node's leave"
+        )
         assert bed.ended(bed.nodes["atoll"]) != 0
         before = visitor.round
         visitor.until(lambda: visitor.round >= before + 5, "rounds of the other node")

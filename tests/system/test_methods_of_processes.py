@@ -80,7 +80,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], l
                 for name in NODES
             ]
             for node in nodes:
-                assert children.wait(node, 2 * DEADLINE) == 0, node.fate()
+                assert children.wait(node, DEADLINE) == 0, node.fate()
     finally:
         fleet.close()
 

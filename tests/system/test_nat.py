@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -17,10 +18,11 @@ from bench.bed import Bed, Log
 from bench.faults import Fault
 from bench.forked import ForkedChildren
 from deploy.links.shape import Shape
-from deploy.processes import Children
-from deploy.testbed.layout import COORDINATOR, Layout, layout
+from deploy.processes import Child, Children
+from deploy.testbed.layout import COORDINATOR, Layout, Link, layout
 from deploy.testbed.namespace import Namespace, why_not
-from deploy.testbed.network import Network
+from deploy.testbed.nat import masquerade
+from deploy.testbed.network import LAN, WAN, Network
 from tests.system.notices import swarm_address, told
 
 REASON = why_not() or ("iptables not found" if shutil.which("iptables") is None else None)
@@ -31,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 NEEDS_SWARM = pytest.mark.skipif(
-    importlib.util.find_spec("hivemind") is None, reason="hivemind is missing: pip install 'atoll[swarm]'"
+    importlib.util.find_spec("hivemind") is None, reason="hivemind is missing: pip install '.[swarm]'"
 )
 
 PACE = Fault(compute=0.03)  # or nodes that train leave one that starts no processor
@@ -39,6 +41,7 @@ PUBLIC, HIDDEN = "public", ("left", "right")
 ROUNDS: Final = 6
 SWARM_PORT: Final = 4701
 CONNECT_SECONDS: Final = 1.0
+ATTEMPTS: Final = 8  # of the doctor
 CIRCUIT_BYTES: Final = 128 << 10  # that libp2p's own relays carry at most, in each direction
 RUN = {
     "run": {"rounds": 1_000_000, "nodes": 3},
@@ -67,10 +70,25 @@ class Neighbourhood(Bed):
     def take_part(self, name: str, *options: str) -> None:
         self.join(name, *options, fault=PACE, namespace=self.place(name).path)
 
-    def reducers(self) -> list[str]:
-        """Of the last topology."""
+    def reducers(self) -> list[list[str]]:
+        """Of every topology."""
         made = [event for event in self.log.read() if event["event"] == "TopologyMade"]
-        return list(made[-1]["reducers"])
+        return [list(event["reducers"]) for event in made]
+
+    def site(self, name: str) -> Link:
+        """Where a hidden node is."""
+        return self.plan.sites[HIDDEN.index(name)]
+
+    def examine(self, name: str, attempt: int) -> Child:
+        """Start `atoll doctor` where a node would be."""
+        arguments = ("doctor", self.invite, "--json")
+        return self.start(f"doctor-{name}-{attempt}", *arguments, namespace=self.place(name).path)
+
+    def findings(self, name: str, attempt: int) -> list[str]:
+        """What it has found."""
+        text = (self.folder / f"doctor-{name}-{attempt}.log").read_text()
+        found: list[dict[str, Any]] = json.loads(text[text.index("[\n") :])
+        return [finding["text"] for finding in found]
 
     def train(self) -> None:
         for name in (PUBLIC, *HIDDEN):
@@ -103,7 +121,7 @@ def connects(where: Namespace, address: tuple[str, int]) -> bool:
 def nobody_gets_in(bed: Neighbourhood, name: str, port: int) -> None:
     """A node's port is open at home, and outside neither at its router's address nor, with a route, at its
     own."""
-    site = next(site for site in bed.plan.sites if bed.place(name) is bed.network.place(site.name))
+    site = bed.site(name)
     assert site.addresses.inside is not None
     (inside, _), outside = site.addresses.inside, site.addresses.end
     core, place = bed.network.core, bed.place(PUBLIC)
@@ -143,7 +161,9 @@ def test_hidden_nodes_meet_at_the_coordinator_and_call_who_can_be_called(bed: Ne
         bed.take_part(name, "--peer-listen", f"0.0.0.0:{port}")
     bed.train()
     names = {name: bed.events(name, "Joined")[0]["node"] for name in (PUBLIC, *HIDDEN)}
-    assert names[PUBLIC] in bed.reducers()
+    assert names[PUBLIC] in bed.reducers()[-1]
+    hidden = {names[name] for name in HIDDEN}
+    assert not hidden & {node for made in bed.reducers() for node in made}, "from the first topology on"
     tried = (bed.folder / "coordinator.log").read_text()
     for name in HIDDEN:
         assert f"{names[name]} cannot be reached at" in tried
@@ -157,3 +177,27 @@ def test_hidden_nodes_train_at_the_hub(bed: Neighbourhood) -> None:
     for name in (PUBLIC, *HIDDEN):
         bed.take_part(name)
     bed.train()
+
+
+def test_the_doctor_tells_a_cone_from_a_symmetric_nat(bed: Neighbourhood) -> None:
+    gateway = bed.network.gateway(bed.site("right").name)
+    gateway.run("iptables", "-t", "nat", "--flush")
+    masquerade(gateway, inside=LAN, outside=WAN, kind="symmetric")
+    bed.begin("direct")
+    bed.take_part(PUBLIC, "--peer-listen", f"0.0.0.0:{SWARM_PORT}")
+    wanted = {"left": "the NAT is a cone for TCP", "right": "the NAT is symmetric for TCP"}
+    found: dict[str, list[str]] = {}
+    for attempt in range(ATTEMPTS):  # the node may not have been reached yet; a busy machine misses deadlines
+        examined = [(name, bed.examine(name, attempt)) for name in wanted]
+        for name, doctor in examined:
+            bed.ended(doctor)
+            found[name] = bed.findings(name, attempt)
+        if all(any("for TCP" in text for text in texts) for texts in found.values()):
+            break
+    for name, words in wanted.items():
+        (kind,) = [text for text in found[name] if "for TCP" in text]
+        assert kind.startswith(words), found
+        site = bed.site(name).addresses
+        assert site.inside is not None
+        assert any(f"behind a NAT: {site.inside[0]} here, {site.end} from outside" in t for t in found[name])
+        assert any("Other nodes cannot connect to this machine" in text for text in found[name])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from bench.forked import ForkedChildren
 from tests.system.conftest import Bed
 
 ROUNDS = 200
 
 
 @pytest.fixture
-def bed(tmp_path: Path) -> Iterator[Bed]:
-    """Processes that are forked: here it does not matter how they are started."""
-    with ForkedChildren() as children:
-        yield Bed(tmp_path, children, command=())
+def bed(forked_bed: Bed) -> Bed:
+    return forked_bed
 
 
 @pytest.mark.slow

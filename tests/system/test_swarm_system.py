@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.bed import ENVIRONMENT, Bed, free_port
+from bench.bed import ENVIRONMENT, Bed
 from bench.faults import Fault, stopped
 from bench.forked import ForkedChildren
+from bench.ports import free_port
 from coordinator.audit import audit
 from coordinator.journal_reading import JournalReader
 from deploy.processes import Children
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("hivemind") is None,
-        reason="hivemind is missing: pip install 'atoll[swarm]'",
+        reason="hivemind is missing: pip install '.[swarm]'",
     ),
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are read from Linux's /proc"),
 ]

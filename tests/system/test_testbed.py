@@ -148,7 +148,7 @@ def test_a_link_is_cut_by_a_script_and_healed_from_another_terminal(
     assert not terminal.left() and not (terminal.out / "invite").exists()
 
     values = json.loads((terminal.out / "results.json").read_text())
-    assert values["shaped"] and values["probed"] and len(values["rounds"]) == ROUNDS
+    assert values["complete"] and values["shaped"] and values["probed"] and len(values["rounds"]) == ROUNDS
     assert [event["what"] for event in values["events"]] == ["site-b: cut", "site-b: 10 Mbit/s, 5 ms delay"]
     cut, healed = (event["round"] for event in values["events"])
     assert 10 <= cut <= healed <= cut + 1 < ROUNDS, "at most the round that had just ended"
@@ -166,13 +166,16 @@ def test_plain_processes_where_there_are_no_links(terminal: Terminal) -> None:
     terminal.wait(process, 2)
     assert terminal.show()["plain"] == "asked for with --plain"
     refused = terminal.ask("link", "site-b", "--down")
-    assert refused.returncode == 1 and "there is no link to change" in refused.stderr
+    assert refused.returncode == 12 and "there is no link to change" in refused.stderr
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) == 3, "a coordinator and two nodes"
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130 and "Traceback" not in text, text
     assert "plain processes without links: asked for with --plain" in text
+    assert "stopped after" in text and "their numbers:" in text
+    values = json.loads((terminal.out / "results.json").read_text())
+    assert not values["complete"] and len(values["rounds"]) >= 2
     _gone(family)
     assert not terminal.left() and not (terminal.out / "invite").exists()
 
@@ -182,4 +185,4 @@ def test_a_script_needs_links(tmp_path: Path, terminal: Terminal) -> None:
     script.write_text('[[action]]\nround = 3\nlink = "site-b"\ndown = true\n')
     process = terminal.start("--plain", "--script", str(script))
     text, _ = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 1 and "a script changes links, and there are none" in text
+    assert process.returncode == 12 and "a script changes links, and there are none" in text

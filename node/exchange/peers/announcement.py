@@ -6,6 +6,7 @@ from typing import Final
 
 from protos import atoll_pb2 as pb
 
+_FIRST: Final = 4  # rounds before the first one: the best of so many transfers waited least for others
 _ROUNDS: Final = 8  # between two announcements: each makes a new topology
 _CHANGE: Final = 0.25  # of a rate, that is worth one
 
@@ -38,12 +39,14 @@ class Announcement:
         up = _news(self._said.uplink, uplink, self._fixed[0])
         down = _news(self._said.downlink, downlink, self._fixed[1])
         known = self._said.uplink > 0 or self._said.downlink > 0
-        if (up is None and down is None) or (known and self._rounds < _ROUNDS):
+        if (up is None and down is None) or self._rounds < (_ROUNDS if known else _FIRST):
             return None
         said = pb.Endpoint()
         said.CopyFrom(self._said)
-        said.uplink = said.uplink if up is None else up
-        said.downlink = said.downlink if down is None else down
+        if up is not None:
+            said.uplink, said.uplink_measured = up, True
+        if down is not None:
+            said.downlink, said.downlink_measured = down, True
         self._said, self._rounds = said, 0
         return said
 

@@ -20,6 +20,7 @@ class Peer:
     Attributes:
         node: name within the run.
         direct: HOST:PORT; empty: it cannot be reached so.
+        certificate: that it shows there, DER; empty: there is no TLS.
         swarm: libp2p peer id; empty: likewise.
         swarm_addresses: multiaddresses of that.
         call_token: what this node shows when it calls that one.
@@ -28,6 +29,7 @@ class Peer:
 
     node: str
     direct: str = ""
+    certificate: bytes = b""
     swarm: str = ""
     swarm_addresses: tuple[str, ...] = ()
     call_token: bytes = field(default=b"", repr=False)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from node.exchange.peers.delivery import Delivery, Means, Place
+from node.exchange.peers.lines import check_lines, lines_of
 from node.exchange.peers.pace import Coming, standing_still
 from node.exchange.peers.plan import Plan, Share
+from node.exchange.peers.uplink import HOLD_SECONDS
 from node.exchange.peers.upload import Contribution
 from node.exchange.retry import within
 from node.exchange.trouble import Kind, Trouble
@@ -47,11 +49,13 @@ class Deliveries:
         self._deliveries: list[Delivery] = []
         self._all_sent = False
         self._number = 0  # of the plan
+        self._under_way = asyncio.Event()  # something has gone to every other reducer
         self._began_at = means.timing.now()
         self._whole_at: dict[Share, float] = {}  # since when each result is here
         self._news = asyncio.Event()
         self._watching = asyncio.ensure_future(self._watch())
         self._told = (0, b"")  # plan and digest of the whole result that the coordinator knows to be here
+        self._asked: pb.Retally | None = None  # for lines of a result that is not here yet
 
     def follow(self, plan: Plan) -> None:
         """Go by this plan: what it has in common with the one before goes on, the rest is begun anew. One
@@ -84,14 +88,41 @@ class Deliveries:
                     self._means,
                     self._look,
                     self._refuse,
+                    self._turn,
                 )
             )
         self._look()
 
     def repeat(self) -> None:
-        """Say again what the coordinator may have forgotten."""
-        self._told = (0, b"")
+        """Say again what the coordinator may have forgotten; what it asked for before is void."""
+        self._told, self._asked = (0, b""), None
         self._look()
+
+    def show(self, order: pb.Retally) -> None:
+        """Show lines of the contribution, and of the result as soon as it is here.
+
+        Raises:
+            Trouble: kind PROTOCOL: there are no such lines.
+        """
+        if order.round != self._round:
+            return  # and perhaps of another table
+        check_lines(order, self._table)
+        if not self._contribution.written:
+            return
+        shown = pb.Shown(round=order.round, question=order.question)
+        shown.contribution = lines_of(self._contribution.payload, order.lines)
+        self._means.tell(pb.NodeMessage(shown=shown))
+        self._asked = order
+        self._look()
+
+    def _show_result(self, whole: bytes) -> None:
+        order = self._asked
+        if order is None or order.digest != whole:
+            return
+        self._asked = None
+        shown = pb.Shown(round=order.round, question=order.question)
+        shown.result = lines_of(self._into, order.out_lines)
+        self._means.tell(pb.NodeMessage(shown=shown))
 
     @property
     def took(self) -> float:
@@ -123,7 +154,15 @@ class Deliveries:
         for delivery in self._deliveries:
             delivery.stop()
 
+    async def _turn(self) -> None:
+        """This node's own slice: the links stand still until something has gone to the other reducers. One
+        that takes nothing holds it up no longer than it holds up results."""
+        with suppress(Trouble):
+            await within(HOLD_SECONDS, "the first parts of other slices", self._under_way.wait())
+
     def _look(self) -> None:
+        if all(delivery.begun or delivery.own for delivery in self._deliveries):
+            self._under_way.set()
         if not self._all_sent and all(delivery.sent for delivery in self._deliveries):
             self._all_sent = True
             self._on_sent()
@@ -139,6 +178,7 @@ class Deliveries:
         if len(whole) < len(results):
             return
         held = self._number, slices_digest(whole)
+        self._show_result(held[1])
         if held != self._told:
             self._told = held
             holding = pb.Holding(round=self._round, topology=held[0], digest=held[1])

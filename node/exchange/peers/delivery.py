@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import xxhash
 
 from node.exchange.filling import Withdrawn
 from node.exchange.link import STATUS_SECONDS
@@ -76,8 +74,10 @@ class Delivery:
         contribution: to round ``round_index``.
         into: the slice's part of the result.
         means: see :class:`Means`.
-        on_news: called when the slice has been handed over, and when its result has become whole or void.
+        on_news: called when a part of the slice, and when all of it has been handed over, and when its result
+            has become whole or void.
         on_refused: called with the reason if a reducer says that the contribution is no good.
+        turn: waited for before anything goes to this node itself.
     """
 
     def __init__(
@@ -90,19 +90,30 @@ class Delivery:
         means: Means,
         on_news: Callable[[], None],
         on_refused: Callable[[str], None],
+        turn: Callable[[], Awaitable[None]],
     ) -> None:
         self.share, self.place = share, place
         self._round, self._contribution, self._into, self._means = round_index, contribution, into, means
-        self._on_news, self._on_refused = on_news, on_refused
+        self._on_news, self._on_refused, self._turn = on_news, on_refused, turn
         self.moved_at = means.timing.now()  # when something was sent or came last
         self._upload: SliceUpload | None = None
-        self._told_of = False, False  # whether the present upload is sent, and its result whole
+        self._told_of = False, False, False  # whether the present upload has begun, is sent, has its result
         self._changed = asyncio.Event()
         self._over = False  # the round is decided: nothing is begun any more
         self._told = -1  # number of the plan under which the coordinator was told of trouble
         self._failures = 0
         self._tried: set[str] = set()  # ways that have failed since the last pause
         self._task = asyncio.ensure_future(self._run())
+
+    @property
+    def own(self) -> bool:
+        """Whether its reducer is this node."""
+        return self.share.reducer == self.place.plan.me
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the slice has been handed over."""
+        return self._upload is not None and self._upload.begun
 
     @property
     def sent(self) -> bool:
@@ -120,8 +131,7 @@ class Delivery:
         self._over = True
         while True:
             upload, over = self._upload, self._task.done()
-            whole = over or (upload is not None and upload.whole)
-            if whole and xxhash.xxh3_128_digest(self._into) == digest:
+            if upload is not None and upload.digest == digest:
                 return True
             if over or upload is None or not (upload.sent or upload.received):
                 return False
@@ -164,6 +174,8 @@ class Delivery:
         """One stream; whether another would be of no use."""
         plan = self.place.plan
         peer = plan.peers[self.share.reducer]
+        if self.own:
+            await self._turn()
         try:
             way, stream = await self._means.ways.open(
                 peer, plan.me, "contribution", "result", avoid=self._tried
@@ -176,7 +188,7 @@ class Delivery:
         hello.slice.round, hello.slice.topology = self._round, plan.number
         hello.slice.slice, hello.slice.nbytes = self.place.index, part.nbytes
         hello.slice.lease.start, hello.slice.lease.count = self._contribution.lease
-        self._told_of = False, False
+        self._told_of = False, False, False
         upload = self._upload = SliceUpload(
             stream,
             hello,
@@ -212,8 +224,8 @@ class Delivery:
         self.moved_at = self._means.timing.now()
         self._changed.set()
         whole = self._upload is not None and self._upload.whole
-        if self._told_of != (self.sent, whole):
-            self._told_of = self.sent, whole
+        if self._told_of != (self.begun, self.sent, whole):
+            self._told_of = self.begun, self.sent, whole
             self._on_news()
 
     async def _refused(self, refusal: Refused) -> bool:

@@ -71,7 +71,7 @@ class DeskLimits:
     wait: float = 30.0
     stall: float = 60.0
     linger: float = 5.0
-    strangers: int = 256
+    strangers: int = 64
     streams: int = 1024
     fetches: int = 8
 
@@ -177,6 +177,11 @@ class Desk:
             elif index == commit.round:
                 state.commit(commit)
         self._wake()
+
+    def show(self, order: pb.Retally) -> pb.Shown | None:
+        """See :meth:`node.exchange.peers.desk_round.DeskRound.show`; ``None`` also once the round is over."""
+        state = self._rounds.get(order.round)
+        return None if state is None else state.show(order)
 
     def close(self) -> None:
         """End all streams and waits. Safe to call twice."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from node.exchange.peers.lines import check_lines
 from node.exchange.peers.plan import Plan
 from node.exchange.peers.shelf import Stretch
 from node.exchange.peers.slice_reducer import SliceReducer, SliceWork
 from optim.slices import Slice
-from protos.atoll_pb2 import Commit, Reduce, SliceNews
+from protos.atoll_pb2 import Commit, Reduce, Retally, Shown, SliceNews
+from protos.buckets import LINE_BYTES
 from protos.refusal import LATE, WRONG_SLICE, Refused
 
 
@@ -71,6 +73,28 @@ class DeskRound:
         self._order = order
         for reducer in self.reducers.values():
             reducer.order(order)
+
+    def show(self, order: Retally) -> Shown | None:
+        """Lines of what was reduced here, and of what it was made of; ``None``: they are not all here.
+
+        Raises:
+            Trouble: kind PROTOCOL: there are no such lines.
+        """
+        check_lines(order, self._work.table)
+        pairs = zip(order.lines, order.out_lines, strict=True)
+        shown = [self._show(LINE_BYTES * line, LINE_BYTES * out_line) for line, out_line in pairs]
+        found = [one for one in shown if one is not None]
+        if len(found) < len(shown):
+            return None
+        received = [b"".join(rows) for rows in zip(*(rows for rows, _ in found), strict=True)]
+        result = b"".join(result for _, result in found)
+        return Shown(round=self.round, question=order.question, result=result, received=received)
+
+    def _show(self, start: int, out_start: int) -> tuple[list[bytes], bytes] | None:
+        for part, reducer in self.reducers.items():
+            if part.out_start <= out_start < part.out_end:
+                return reducer.show(start, out_start)
+        return None
 
     def commit(self, commit: Commit) -> None:
         """The round is decided. Results that are the committed ones stay for those who have to fetch them."""

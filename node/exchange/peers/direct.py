@@ -13,18 +13,26 @@ from grpc import aio
 from node.exchange.peers.base import CarrierName, Handler, Peer, PeerStream
 from node.exchange.peers.call_stream import CallStream
 from node.exchange.peers.calls import Calls
+from node.exchange.peers.places import Places
 from node.exchange.peers.serving import TaskSet, serve
+from node.exchange.retry import within
 from node.exchange.trouble import Kind, Trouble, diagnose
 from protos import atoll_pb2 as pb
 from protos.address import Address, AddressError, peer
-from protos.grpc_options import DIAL_OPTIONS, SERVER_OPTIONS
+from protos.certificate import CertificateError, Credential
+from protos.grpc_options import DIAL_OPTIONS, PEER_OPTIONS
 from protos.listening import bound
+from protos.tls import PLAINTEXT, bind, channel_to
 from protos.wire import PEER_SERVICE, PROTOCOL
 
 OPEN_SECONDS: Final = 5.0  # for a stream: connecting, and one round trip
 IDLE_SECONDS: Final = 60.0  # that a connection without a stream is kept
 MAX_CALLS: Final = 1024  # that are served at a time
+MAX_ASKERS: Final = 32  # whose questions whether this is a node are read at a time
 MAX_NONCE: Final = 64  # bytes
+
+
+_Place = tuple[Address, bytes]  # and the certificate of who is there
 
 
 @dataclass
@@ -40,6 +48,7 @@ class DirectCarrier:
     Args:
         handler: of streams that other nodes open.
         run_digest: told to whoever asks whether this node can be reached.
+        credential: shown to callers, and certificates are asked of who is called; ``None``: there is no TLS.
         seconds: for a stream to be opened.
         idle: seconds that a connection without a stream is kept.
     """
@@ -51,17 +60,20 @@ class DirectCarrier:
         handler: Handler,
         run_digest: str,
         *,
+        credential: Credential | None = None,
         seconds: float = OPEN_SECONDS,
         idle: float = IDLE_SECONDS,
     ) -> None:
         self._handler = handler
         self._run_digest = run_digest
+        self._credential = credential
         self._seconds = seconds
         self._idle = idle
         self._server: aio.Server | None = None
-        self._connections: dict[Address, _Connection] = {}
+        self._connections: dict[_Place, _Connection] = {}
         self._tasks = TaskSet()
         self._calls = Calls(self._tasks)
+        self._askers = Places(MAX_ASKERS)
 
     async def listen(self, address: Address, setting: str = "--listen") -> Address:
         """Listen on ``address`` (port 0: a free one); where that is, with the real port. A node that does not
@@ -70,20 +82,21 @@ class DirectCarrier:
         Raises:
             ListenError: it cannot; ``setting`` is where people choose the address.
         """
-        server = aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        server = aio.server(options=PEER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         calls: dict[str, Any] = {
             "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
-            "Reach": grpc.unary_unary_rpc_method_handler(self._reach),
+            # a stream to gRPC, which would else keep the whole question of any number of callers
+            "Reach": grpc.stream_unary_rpc_method_handler(self._reach),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PEER_SERVICE, calls),))
-        real = await bound(server.add_insecure_port, address, setting, others="node")
+        real = await bound(bind(server, self._credential), address, setting, others="node")
         await server.start()
         self._server = server
         return real
 
     def reaches(self, peer: Peer) -> bool:
-        """Whoever listens where the coordinator has found it."""
-        return bool(peer.direct)
+        """Whoever listens where the coordinator has found it, with TLS if this node has it."""
+        return bool(peer.direct) and (bool(peer.certificate) or self._credential is None)
 
     async def open(self, peer: Peer) -> PeerStream:
         """See the protocol."""
@@ -96,7 +109,11 @@ class DirectCarrier:
         def diagnosis(error: aio.AioRpcError) -> Trouble:
             return diagnose(error.code(), error.details(), str(address), seconds=self._seconds, who=peer.node)
 
-        connection = self._connected(address)
+        place = address, peer.certificate
+        try:
+            connection = self._connected(place)
+        except CertificateError as error:
+            raise Trouble(Kind.PROTOCOL, f"{peer.node} cannot be called directly: {error}") from None
         call = connection.channel.stream_stream(
             f"/{PEER_SERVICE}/Stream", request_serializer=bytes, response_deserializer=bytes
         )(None)
@@ -105,7 +122,7 @@ class DirectCarrier:
             f"{peer.node} at {address}",
             diagnosis,
             seconds=self._seconds,
-            on_over=lambda: self._left(address, connection),
+            on_over=lambda: self._left(place, connection),
         )
 
     async def close(self) -> None:
@@ -113,37 +130,38 @@ class DirectCarrier:
         if self._server is not None:
             await self._server.stop(None)
         await self._tasks.close()
-        for address, connection in list(self._connections.items()):
-            await self._disconnect(address, connection)
+        for place, connection in list(self._connections.items()):
+            await self._disconnect(place, connection)
 
     # ---------------------------------------------------------------------------------- calling
 
-    def _connected(self, address: Address) -> _Connection:
-        """The connection to ``address``, with one stream more."""
-        connection = self._connections.get(address)
+    def _connected(self, place: _Place) -> _Connection:
+        """The connection to who is there, with one stream more."""
+        connection = self._connections.get(place)
         if connection is None:
-            channel = aio.insecure_channel(str(address), options=DIAL_OPTIONS)
-            connection = self._connections[address] = _Connection(channel)
+            address, certificate = place
+            way = channel_to(certificate) if certificate else PLAINTEXT
+            connection = self._connections[place] = _Connection(way.open_aio(str(address), DIAL_OPTIONS))
         connection.streams += 1
         if connection.idle is not None:
             connection.idle.cancel()
             connection.idle = None
         return connection
 
-    def _left(self, address: Address, connection: _Connection) -> None:
+    def _left(self, place: _Place, connection: _Connection) -> None:
         """A stream of the connection is over."""
         connection.streams -= 1
-        if not connection.streams and self._connections.get(address) is connection:
+        if not connection.streams and self._connections.get(place) is connection:
             connection.idle = asyncio.get_running_loop().call_later(
                 self._idle,
-                lambda: self._tasks.start(self._disconnect(address, connection), f"leaving {address}"),
+                lambda: self._tasks.start(self._disconnect(place, connection), f"leaving {place[0]}"),
             )
 
-    async def _disconnect(self, address: Address, connection: _Connection) -> None:
+    async def _disconnect(self, place: _Place, connection: _Connection) -> None:
         if connection.idle is not None:
             connection.idle.cancel()
-        if self._connections.get(address) is connection:
-            del self._connections[address]
+        if self._connections.get(place) is connection:
+            del self._connections[place]
         await connection.channel.close(None)
 
     # ---------------------------------------------------------------------------------- being called
@@ -165,9 +183,15 @@ class DirectCarrier:
         if stream.trouble is not None:
             await context.abort(grpc.StatusCode.ABORTED, "this node has given the stream up")
 
-    async def _reach(self, request: bytes, context: Any) -> bytes:
+    async def _reach(self, _: Any, context: Any) -> bytes:
         """Prove, to whoever asks whether a node of a run can be reached here, that this is one."""
         try:
+            request = await self._askers.hold(within(self._seconds, "a question", context.read()))
+        except Trouble as trouble:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(trouble))
+        try:
+            if not isinstance(request, bytes):
+                raise DecodeError("there is none")
             hello = pb.PeerHello.FromString(request)
             if len(hello.token) > MAX_NONCE:
                 raise DecodeError(f"the nonce has {len(hello.token)} bytes")

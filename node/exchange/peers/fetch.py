@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import xxhash
 
+from node.exchange.link import STATUS_SECONDS
 from node.exchange.meter import Kind as Counted
 from node.exchange.peers.plan import Plan
 from node.exchange.peers.upload import SliceAssembly
@@ -116,6 +118,8 @@ class Fetching:
                 if message is None:
                     raise Trouble(Kind.CUT, f"{holder} ended the stream before {what} had come whole")
                 assembly.add(message)
+            with suppress(Trouble):
+                await within(STATUS_SECONDS, "the end of a fetch", stream.read())
         except Trouble as trouble:
             if trouble.kind is Kind.PROTOCOL or peer.node == plan.me:
                 raise

@@ -97,7 +97,13 @@ class Plan:
 
 def _peer(node: pb.PeerNode) -> Peer:
     return Peer(
-        node.node, node.direct, node.swarm, tuple(node.swarm_addresses), node.call_token, node.accept_token
+        node.node,
+        node.direct,
+        node.certificate,
+        node.swarm,
+        tuple(node.swarm_addresses),
+        node.call_token,
+        node.accept_token,
     )
 
 

@@ -19,6 +19,7 @@ from node.exchange.peers.desk import Desk
 from node.exchange.peers.fetch import Fetching
 from node.exchange.peers.plan import Plan
 from node.exchange.peers.rates import Rates
+from node.exchange.peers.shelf import Kept
 from node.exchange.peers.upload import Contribution
 from node.exchange.peers.ways import Ways
 from node.exchange.retry import Say, Timing, within
@@ -44,7 +45,7 @@ class Speaker(Protocol):
 
 
 class PeerRounds:
-    """Used in the network thread.
+    """Implements :class:`node.exchange.between.Between`, of a node of one rank. Used in the network thread.
 
     Args:
         desk: where this node reduces its own slices.
@@ -124,6 +125,8 @@ class PeerRounds:
         elif kind == "committed":
             self._remember(message.committed)
             self._desk.committed(message.committed)
+        elif kind == "retally":
+            self._show(message.retally)
         elif kind == "tunnel":
             self._answer(message.tunnel.key, message.tunnel.caller)
         else:
@@ -140,12 +143,24 @@ class PeerRounds:
         """Whether a round is known to be committed."""
         return round_index in self._commits
 
+    def kept(self, round_index: int) -> Kept | None:
+        """A result that is whole, if it is one of the last."""
+        return self._desk.shelf.get(round_index)
+
     def rejoined(self) -> None:
         """Another stream of the session has opened the round in flight again: say what that may not know."""
         if self._abstaining is not None:
             self._session.send(self._abstaining)
         if self._deliveries is not None:
             self._deliveries.repeat()
+
+    def _show(self, order: pb.Retally) -> None:
+        """Show lines of a round in flight, if they are here."""
+        if order.received:
+            if (shown := self._desk.show(order)) is not None:
+                self._session.send(pb.NodeMessage(shown=shown))
+        elif self._deliveries is not None:
+            self._deliveries.show(order)
 
     def _remember(self, commit: pb.Commit) -> None:
         self._commits[commit.round] = commit
@@ -167,23 +182,7 @@ class PeerRounds:
         reason: str,
         on_sent: Callable[[], None] = lambda: None,
     ) -> pb.Commit:
-        """Contribute to a round, or abstain, and put its result in ``into``.
-
-        Args:
-            order: with a topology.
-            payload: of the round's table; ``None``: abstain for ``reason``.
-            filling: how far the payload has been written, if it is still being written.
-            into: as many bytes as the result has.
-            reason: see ``payload``.
-            on_sent: called once the whole payload has been handed over.
-
-        Returns:
-            The commit; the result is whole, unless nobody has voted.
-
-        Raises:
-            Trouble: the round is not committed in time, or its result is not to be had (then
-                :meth:`decided`); or what the coordinator has said makes no sense.
-        """
+        """See :class:`node.exchange.between.Between`."""
         work = self._commit_of(order, payload, filling, into, reason, on_sent)
         what = f"the commit of round {order.round + 1}"
         began_at = self._now()

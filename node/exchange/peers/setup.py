@@ -25,6 +25,7 @@ from node.exchange.trouble import Trouble
 from node.exchange.whereabouts import Follower
 from protos import atoll_pb2 as pb
 from protos.buckets import TableSchedule
+from protos.certificate import Credential, made
 from protos.listening import ListenError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ async def open_peers(
     *,
     tables: TableSchedule,
     run_digest: str,
-    token: str,
+    secret: str,
     name: str,
     meter: Meter,
     timing: Timing,
@@ -86,7 +87,7 @@ async def open_peers(
         session: in whose name tunnels are asked for.
         tables: of the run.
         run_digest: of the run.
-        token: of the invite.
+        secret: that the nodes of the run share, for the swarm.
         name: of this node, for people.
         meter: counts the bytes.
         timing: clock, sleep and randomness.
@@ -108,10 +109,11 @@ async def open_peers(
     swarm: Swarm | None = None
     try:
         if setting.transport in ("auto", "direct"):
-            carriers.append(await _direct(setting, desk.serve, run_digest, endpoint))
+            credential = made() if link.secure else None
+            carriers.append(await _direct(setting, desk.serve, run_digest, endpoint, credential))
         if setting.transport == "swarm" or (setting.transport == "auto" and _has_swarm()):
             swarm = await _swarm(
-                setting, desk.serve, endpoint, token=token, name=name, timing=timing, say=say
+                setting, desk.serve, endpoint, secret=secret, name=name, timing=timing, say=say
             )
             if swarm is not None:
                 carriers.append(swarm.carrier)
@@ -147,12 +149,20 @@ async def open_peers(
     return Peers(rounds, endpoint, rates, swarm)
 
 
-async def _direct(setting: PeerSetting, serve: Handler, run_digest: str, endpoint: pb.Endpoint) -> Carrier:
-    carrier = DirectCarrier(serve, run_digest)
+async def _direct(
+    setting: PeerSetting,
+    serve: Handler,
+    run_digest: str,
+    endpoint: pb.Endpoint,
+    credential: Credential | None,
+) -> Carrier:
+    carrier = DirectCarrier(serve, run_digest, credential=credential)
     try:
         address = await carrier.listen(setting.listen, LISTEN_OPTION)
     except ListenError as error:
         raise ExchangeError(str(error)) from error
+    if credential is not None:
+        endpoint.certificate = credential.der
     if setting.announced is not None:
         endpoint.direct = str(setting.announced)
     else:  # nobody connects to 0.0.0.0: the coordinator knows where this node's calls come from
@@ -165,7 +175,7 @@ async def _swarm(
     serve: Handler,
     endpoint: pb.Endpoint,
     *,
-    token: str,
+    secret: str,
     name: str,
     timing: Timing,
     say: Say,
@@ -173,7 +183,7 @@ async def _swarm(
     from node.exchange.swarm.setting import SwarmSetting
     from node.exchange.swarm.swarm import Swarm
 
-    swarm = Swarm(setting.swarm or SwarmSetting(), token, name, serve, say=say, timing=timing)
+    swarm = Swarm(setting.swarm or SwarmSetting(), secret, name, serve, say=say, timing=timing)
     try:
         await swarm.start()
         addresses = await swarm.addresses()

@@ -12,19 +12,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from node.exchange.peers.shelf import Stretch
+from node.exchange.peers.shelf import Stretch, cut_out
 from node.exchange.peers.slice_contribution import Rows, SliceContribution
+from node.exchange.peers.upload import SEND_BYTES
 from optim import bits
-from optim.aggregate import Aggregation, Bytes, ReducerMemory
+from optim.aggregate import Aggregation, Bytes, ReducerMemory, TallyFunction
 from optim.inspection import Inspection
 from optim.pieces import Piece
 from optim.reduction import Reduction, padding_bits
 from optim.slices import Slice, pieces_within, slice_pieces
 from protos import atoll_pb2 as pb
 from protos.atoll_pb2 import Reduce, SliceNews, SliceRefusal
-from protos.buckets import BucketTable
+from protos.buckets import LINE_BYTES, BucketTable
 from protos.frame_log import FrameLog
-from protos.refusal import LATE, OVERSIZED, TRUNCATED, Refused
+from protos.refusal import LATE, OVERSIZED, TRUNCATED, WRONG_ROUND, Refused
 from protos.upload import end_frame
 from protos.wire import CHUNK, decode_frame
 
@@ -33,8 +34,8 @@ Submit = Callable[[Callable[[], "list[bytes]"]], "Awaitable[list[bytes]]"]
 Samples = tuple[int, int]  # first sample and number of samples
 
 MAX_WORDS: Final = 256  # characters of a reason that is passed on
-_INLINE_BYTES: Final = 2 << 20  # of votes: half a millisecond of work is done at once
-_FRAME_BYTES: Final = 512 << 10  # of the result, in one message: these cost more than their bytes
+_INLINE_BYTES: Final = 4 << 20  # of votes: a millisecond of work is done at once, a thread costs as much
+_FRAME_BYTES: Final = SEND_BYTES + (64 << 10)  # of the result: what one chunk of everybody lets be made
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class SliceWork:
     memory: ReducerMemory
     rows: Rows
     submit: Submit
+    tally: TallyFunction = bits.tally
 
     @classmethod
     def of(cls, table: BucketTable, *, memory: ReducerMemory, rows: Rows, submit: Submit) -> SliceWork:
@@ -133,16 +135,21 @@ class SliceReducer:
 
     def accept(self, sender: str, nbytes: int, lease: Samples) -> SliceContribution | None:
         """A stream announces a contribution; ``None`` if there is a whole one of that sender already. One
-        that is made of other samples voids what the sender has brought before.
+        that is made of other samples voids what the sender has brought before, unless the result is whole
+        and those it is made of are the ones that were ordered: no voter can have that taken back.
 
         Raises:
-            Refused: it does not fit, the sender has been refused before, or it is too late.
+            Refused: it does not fit, the sender has been refused before, it is too late, or before its order.
         """
         if self.closed is not None:
             raise self.closed
         if self.committed:
             raise Refused(LATE, f"round {self._round + 1} is committed: fetch its result")
-        if self._leases.get(sender, lease) != lease:
+        before = self._leases.get(sender, lease)
+        if before != lease:
+            if self.digest and self._wanted.get(sender) == before:
+                text = f"the result is made of the samples from {before[0]} on, as ordered: try again later"
+                raise Refused(WRONG_ROUND, text, "UNAVAILABLE")
             self._void(sender)
         self._leases[sender] = lease
         if sender in self._refused:
@@ -226,6 +233,18 @@ class SliceReducer:
             failed=self.failed,
         )
 
+    def show(self, start: int, out_start: int) -> tuple[list[bytes], bytes] | None:
+        """The line from ``start`` on of every voter's contribution, in slot order, and from ``out_start`` on
+        of the result that was made of them; ``None``: it is not whole, or the line is not in this slice."""
+        if self._order is None or not self._rows or not self.part.start <= start < self.part.end:
+            return None
+        found = cut_out(self.finished, out_start, out_start + LINE_BYTES)
+        if found is None:
+            return None
+        first = start - self.part.start
+        rows = [self._rows[voter][first : first + LINE_BYTES].tobytes() for voter in self._order.voters]
+        return rows, b"".join(bytes(body) for _, body in found)
+
     def _void(self, sender: str) -> None:
         """What a sender has brought counts no more."""
         self._refused.pop(sender, None)
@@ -289,7 +308,7 @@ class SliceReducer:
             self._work.table,
             len(order.voters),
             round_index=self._round,
-            tally=bits.tally,
+            tally=self._work.tally,
             memory=self._work.memory,
             weights=list(order.weights),
             mean_weights=list(order.mean_weights),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -12,10 +12,11 @@ import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from node.exchange.filling import Filling
+from node.exchange.link import STATUS_SECONDS
 from node.exchange.peers.base import PeerStream
 from node.exchange.peers.uplink import Uplink
 from node.exchange.result import ChunkAssembly
-from node.exchange.retry import Steps
+from node.exchange.retry import Steps, within
 from node.exchange.trouble import Kind, Trouble
 from optim.slices import Slice
 from protos import atoll_pb2 as pb
@@ -27,6 +28,7 @@ from protos.upload import LEAST_BYTES, chunk_stop, end_frame
 M = TypeVar("M", bound=Message)
 
 SEND_BYTES: Final = 512 << 10  # of a chunk: the streams to all reducers share a link, none waits long for it
+_TAIL_BYTES: Final = 128 << 10  # the last chunks of a slice are no smaller: a message costs CPU time as well
 _WORDS_SECONDS: Final = 1.0  # for the reason of a stream that takes nothing more
 
 
@@ -61,7 +63,7 @@ def slice_chunk_bytes(left: int) -> int:
     """How large the next chunk may be where ``left`` bytes are left. The last ones are small: nothing is made
     of a chunk before it has come whole."""
     half = left // 2
-    return min(SEND_BYTES, max(half - half % LINE_BYTES, LEAST_BYTES))
+    return min(SEND_BYTES, max(half - half % LINE_BYTES, _TAIL_BYTES))
 
 
 class SliceAssembly(ChunkAssembly):
@@ -138,6 +140,7 @@ class SliceUpload:
         uplink: that the contribution leaves by; ``None``: none, the reducer is this node.
 
     Attributes:
+        begun: whether a part of the slice has been handed over.
         sent: whether the slice has been handed over whole.
     """
 
@@ -154,12 +157,13 @@ class SliceUpload:
         uplink: Uplink | None = None,
     ) -> None:
         self._uplink = uplink or Uplink()
-        self.sent = False
+        self.begun = self.sent = False
         self._stream, self._hello, self._contribution, self._part = stream, hello, contribution, part
         self._on_change, self._moving = on_change, moving
         self._steps = Steps(stall, "a part of a contribution")
         self._deaf = False
-        what = f"bytes {part.out_start} to {part.out_end} of the result of round {hello.slice.round + 1}"
+        asked = hello.fetch if hello.HasField("fetch") else hello.slice
+        what = f"bytes {part.out_start} to {part.out_end} of the result of round {asked.round + 1}"
         self._what, self._assembly = what, SliceAssembly(into, what)
 
     @property
@@ -192,6 +196,9 @@ class SliceUpload:
             if not tasks[1].done():
                 await self._refused_or(tasks[0] if tasks[0].done() else self._steps.over, tasks[1])
             await tasks[1]
+            if self.sent:  # and whole on both sides: so is its end, or a stream may leave something behind
+                with suppress(Trouble):
+                    await within(STATUS_SECONDS, "the end of a stream", self._stream.end())
         finally:
             self._steps.close()
             for task in tasks:
@@ -241,6 +248,9 @@ class SliceUpload:
             hasher.update(chunk)
             await self._put(wire.encode_frame(wire.CHUNK, chunk, offset=start - part.start))
             start += len(chunk)
+            if not self.begun:
+                self.begun = True
+                self._on_change()
         await self._contribution.final(len(self._contribution.payload) + 1)
         await self._put(end_frame(hasher.hexdigest()))
 

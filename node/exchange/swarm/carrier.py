@@ -1,48 +1,48 @@
 """Streams to other nodes over the swarm's daemon: opened with a proof of the run's secret, and kept count of.
 
-An opening is 40 bytes of the caller: magic, what for, and a proof that only holds between these two peers,
-which libp2p has told each other apart. The answer is a byte, 0 for welcome, the length of a text (two bytes,
-little-endian), and the text: the address that the caller is seen at, or why it is not welcome.
-
 A peer that is not reached otherwise is called through its relay, a third node (see
-:mod:`node.exchange.swarm.relaying`): the caller's opening to that one is followed by the callee's peer id (a
-byte of length, and text), the relay's to the callee by the caller's. After both welcomes the caller opens the
-stream to the callee as ever.
+:mod:`node.exchange.swarm.relaying`): the caller's opening to that one names the callee, the relay's to the
+callee names the caller. After both welcomes the caller opens the stream to the callee as ever.
+
+A raw stream that was opened without a relay carries one stream after the other, see
+:mod:`node.exchange.swarm.idle`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from node.exchange.peers.base import CarrierName, Handler, Peer
 from node.exchange.retry import Say, Timing, within
 from node.exchange.swarm.daemon import Daemon, dial_words
+from node.exchange.swarm.idle import AGAIN, IdleStreams, asked_again
 from node.exchange.swarm.library import hivemind
 from node.exchange.swarm.multiaddress import (
     MAX_ADDRESSES,
-    MAX_TEXT,
     Multiaddress,
     is_peer_id,
     parse_with_peer,
     peer_bytes,
 )
+from node.exchange.swarm.opening import (
+    CARRIED,
+    LOOK,
+    MESSAGES,
+    ONWARD,
+    Opening,
+    answer,
+    opening,
+    read_answer,
+    read_opening,
+)
 from node.exchange.swarm.relaying import RawStream, join, relays_of
-from node.exchange.swarm.secret import PROOF_BYTES, RunSecret
+from node.exchange.swarm.secret import RunSecret
 from node.exchange.swarm.stream import Heartbeat, OnBytes, SwarmStream, no_count
 from node.exchange.trouble import Kind, Trouble
 
-_MAGIC: Final = b"atollS1"
-_MESSAGES: Final = b"m"
-_LOOK: Final = b"l"  # only asks at what address the caller is seen
-_ONWARD: Final = b"o"  # asks a relay to carry a stream to a third peer
-_CARRIED: Final = b"c"  # a relay says for whom it calls
-_OPENING_BYTES: Final = len(_MAGIC) + 1 + PROOF_BYTES
-_WELCOME: Final = b"\0"
-_REFUSED: Final = b"\1"
 _WIND_UP_SECONDS: Final = 10.0
 _HIDDEN_SECONDS: Final = 60.0  # for which a peer that only its relay reached is not tried without it
 
@@ -63,6 +63,7 @@ class SwarmCarrier:
 
     Attributes:
         carried: bytes that this node has carried as the relay of others.
+        opened: raw streams that it has opened.
     """
 
     name: CarrierName = "swarm"
@@ -83,15 +84,18 @@ class SwarmCarrier:
         self._daemon, self._secret, self._handler, self._say = daemon, secret, handler, say
         self._timing, self._heartbeat = timing or Timing(), heartbeat or Heartbeat()
         self._open_seconds, self._max_streams, self._on_bytes = open_seconds, max_streams, on_bytes
-        self._protocol = f"/atoll/{secret.label('protocol')}/1"
-        self._streams: set[SwarmStream] = set()
+        self._protocol = f"/atoll/{secret.label('protocol')}/2"
+        self._streams: dict[SwarmStream, str] = {}  # with the peer id of the other end
+        self._idle = IdleStreams(self._timing.now)
+        self._late: set[asyncio.Future[Any]] = set()  # calls of the daemon, and nobody waits for them
         self._handling: set[asyncio.Task[Any]] = set()
+        self._waiting = 0  # of those, for the next stream on a raw one
         self._beating: asyncio.Task[None] | None = None
         self._closed = False
         self._hidden: dict[str, float] = {}  # peers that only their relays reach, and until when
         self._relays: dict[str, str] = {}  # by which relay a peer was reached last; empty: by none
         self._carrying: set[tuple[str, str]] = set()  # pairs for which that has been said
-        self.carried = 0
+        self.carried = self.opened = 0
         daemon.on_up(self._listen)
 
     def reaches(self, peer: Peer) -> bool:
@@ -102,39 +106,58 @@ class SwarmCarrier:
         """See the protocol."""
         if self._closed:
             raise Trouble(Kind.BROKEN, "this node is leaving the swarm")
+        if (raw := await self._idle.take(peer.swarm)) is not None:
+            return self._own(raw, peer)
         relays = relays_of(peer.swarm_addresses)
         relays.pop(self._daemon.peer, None)
         if relays and self._hidden.get(peer.swarm, 0.0) > self._timing.now():
             return await self._through(relays, peer, "")
         try:
-            reader, writer = await within(
+            raw = await within(
                 self._open_seconds,
                 f"a stream to {peer.node}",
-                self._opened(peer.swarm, peer.swarm_addresses, _MESSAGES),
+                self._opened(peer.swarm, peer.swarm_addresses, MESSAGES),
             )
         except Trouble as trouble:
+            if trouble.kind is Kind.SILENT:
+                self._start_over(peer.swarm)
             if not relays or trouble.kind not in (Kind.UNREACHABLE, Kind.SILENT):
                 raise
             stream = await self._through(relays, peer, f"{trouble}; ")
             self._hidden[peer.swarm] = self._timing.now() + _HIDDEN_SECONDS
             return stream
         self._tell(peer, "")
-        return self._stream(reader, writer, peer.node)
+        return self._own(raw, peer)
+
+    def _own(self, raw: RawStream, peer: Peer) -> SwarmStream:
+        """A stream of this side, whose raw one is kept for the next."""
+        return self._stream(raw, peer.node, peer.swarm, lambda: self._idle.put(peer.swarm, raw))
+
+    def _start_over(self, peer: str) -> None:
+        """A connection on which no stream opens, and none lives, is ended: the next call makes a new one."""
+        self._idle.drop(peer)
+        if not any(other == peer and not stream.closed.is_set() for stream, other in self._streams.items()):
+            self._outlive(asyncio.ensure_future(self._daemon.disconnect(peer)))
+
+    def _outlive(self, call: asyncio.Future[Any]) -> None:
+        """Nobody waits for a call, which has to come to its end all the same."""
+        self._late.add(call)
+        call.add_done_callback(self._late.discard)
 
     async def _through(self, relays: dict[str, tuple[str, ...]], peer: Peer, before: str) -> SwarmStream:
         reasons = []
         for relay, addresses in relays.items():
             try:
-                reader, writer = await within(
+                raw = await within(
                     self._open_seconds,
                     f"a stream to {peer.node} through the relay {relay}",
-                    self._opened(relay, addresses, _ONWARD, peer.swarm),
+                    self._opened(relay, addresses, ONWARD, peer.swarm),
                 )
             except Trouble as trouble:
                 reasons.append(str(trouble))
             else:
                 self._tell(peer, relay)
-                return self._stream(reader, writer, peer.node)
+                return self._stream(raw, peer.node, peer.swarm)
         self._hidden.pop(peer.swarm, None)
         raise Trouble(Kind.UNREACHABLE, before + "; ".join(reasons))
 
@@ -150,7 +173,7 @@ class SwarmCarrier:
         Raises:
             Trouble: it cannot be reached, or is not of this run.
         """
-        _, writer = await within(self._open_seconds, f"a look from {peer}", self._opened(peer, (), _LOOK))
+        _, writer = await within(self._open_seconds, f"a look from {peer}", self._opened(peer, (), LOOK))
         writer.close()
 
     async def close(self) -> None:
@@ -162,6 +185,7 @@ class SwarmCarrier:
             self._beating.cancel()
         for stream in tuple(self._streams):
             stream.abort()
+        self._idle.close()
         handling = self._handling - {asyncio.current_task()}
         for task in handling:
             task.cancel()
@@ -176,7 +200,7 @@ class SwarmCarrier:
     async def _opened(
         self, peer: str, addresses: Iterable[str], purpose: bytes, other: str = ""
     ) -> RawStream:
-        """A stream to ``peer``, which has welcomed it; with ``_ONWARD`` one to ``other``, by way of it."""
+        """A stream to ``peer``, which has welcomed it; with ``ONWARD`` one to ``other``, by way of it."""
         dial = []
         for text in tuple(addresses)[:MAX_ADDRESSES]:
             with contextlib.suppress(ValueError):
@@ -186,11 +210,11 @@ class SwarmCarrier:
         await self._daemon.connect(peer, dial)
         info, reader, writer = await self._raw(peer)
         try:
-            if purpose != _LOOK and "p2p-circuit" in str(info.addr):
+            if purpose != LOOK and "p2p-circuit" in str(info.addr):
                 raise Trouble(Kind.UNREACHABLE, f"there is no way to the peer {peer} but through its relay")
             await self._introduce(reader, writer, peer, purpose, other)
-            if purpose == _ONWARD:
-                await self._introduce(reader, writer, other, _MESSAGES)
+            if purpose == ONWARD:
+                await self._introduce(reader, writer, other, MESSAGES)
         except (OSError, EOFError) as error:
             writer.transport.abort()
             raise Trouble(
@@ -209,20 +233,9 @@ class SwarmCarrier:
         purpose: bytes,
         other: str = "",
     ) -> None:
-        opening = _MAGIC + purpose + self._secret.proof(self._daemon.peer, peer, purpose)
-        if other:
-            opening += bytes((len(other),)) + other.encode()
-        writer.write(opening)
+        writer.write(opening(self._secret, self._daemon.peer, peer, purpose, other))
         await writer.drain()
-        head = await reader.readexactly(3)
-        said = await reader.readexactly(min(int.from_bytes(head[1:], "little"), MAX_TEXT))
-        words = said.decode("utf-8", "replace")
-        if head[:1] != _WELCOME:
-            plain = "".join(letter for letter in words if letter.isprintable())
-            raise Trouble(
-                Kind.TOKEN if "invite" in plain else Kind.REFUSED, f"the peer {peer} refused: {plain}"
-            )
-        self._daemon.seen_from(words)
+        self._daemon.seen_from(await read_answer(reader, peer))
 
     async def _raw(self, peer: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
         call = asyncio.ensure_future(
@@ -233,7 +246,9 @@ class SwarmCarrier:
         finally:
             # Cut short, the call would leave the daemon with a stream that nobody closes.
             if not call.done():
+                self._outlive(call)
                 call.add_done_callback(_abort)
+        self.opened += 1
         try:
             info, reader, writer = call.result()
         except Exception as error:  # hivemind's, or of the socket to the daemon
@@ -269,29 +284,54 @@ class SwarmCarrier:
         *,
         carried: bool = False,
     ) -> None:
-        purpose, other, refusal = await within(
-            self._open_seconds, f"the opening of {peer}", self._opening(peer, reader, carried)
+        asked = await within(
+            self._open_seconds,
+            f"the opening of {peer}",
+            read_opening(reader, self._secret, peer, self._daemon.peer, carried=carried),
         )
+        refusal = asked.problem or self._refusal(peer, asked)
         onward: RawStream | None = None
-        if purpose == _ONWARD and not refusal:
-            onward, refusal = await self._onward(peer, other)
+        if asked.purpose == ONWARD and not refusal:
+            onward, refusal = await self._onward(peer, asked.other)
         try:
-            text = (refusal or seen)[:MAX_TEXT].encode()[:MAX_TEXT]
-            writer.write((_REFUSED if refusal else _WELCOME) + len(text).to_bytes(2, "little") + text)
+            writer.write(answer(refusal or seen, welcome=not refusal))
             await writer.drain()
-            if refusal or purpose == _LOOK:
+            if refusal or asked.purpose == LOOK:
                 # The caller closes, or the answer might be lost.
                 await within(self._open_seconds, f"the leave of {peer}", reader.read(1))
                 writer.close()
             elif onward is not None:
                 await join((reader, writer), onward, self._count_carried)
-            elif purpose == _CARRIED:
-                await self._serve(other, "", reader, writer, carried=True)
+            elif asked.purpose == CARRIED:
+                await self._serve(asked.other, "", reader, writer, carried=True)
+            elif carried:
+                await self._handle(self._stream((reader, writer), peer, peer))
             else:
-                await self._handle(self._stream(reader, writer, peer))
+                await self._handle_all((reader, writer), peer)
         finally:
             if onward is not None:
                 onward[1].close()
+
+    async def _handle_all(self, raw: RawStream, peer: str) -> None:
+        """One stream after the other, as long as each comes to a proper end and the caller wants the next."""
+        reader, writer = raw
+        while True:
+            parted = asyncio.Event()
+            await self._handle(self._stream(raw, peer, peer, parted.set))
+            if not parted.is_set():
+                return
+            self._waiting += 1
+            try:
+                again = await asked_again(reader)
+            finally:
+                self._waiting -= 1
+            if not again or self._full():
+                writer.close()
+                return
+            writer.write(AGAIN)
+
+    def _full(self) -> bool:
+        return self._closed or len(self._handling) - self._waiting > self._max_streams
 
     async def _handle(self, stream: SwarmStream) -> None:
         try:
@@ -300,34 +340,20 @@ class SwarmCarrier:
         finally:
             stream.abort()
 
-    async def _opening(
-        self, peer: str, reader: asyncio.StreamReader, carried: bool
-    ) -> tuple[bytes, str, str]:
-        """What a caller wants, the third peer that it names, and why it does not get it."""
-        opening = await reader.readexactly(_OPENING_BYTES)
-        purpose, other = opening[len(_MAGIC) : len(_MAGIC) + 1], ""
-        proof = self._secret.proof(peer, self._daemon.peer, purpose)
-        known = (_MESSAGES,) if carried else (_MESSAGES, _LOOK, _ONWARD, _CARRIED)
-        if not opening.startswith(_MAGIC) or purpose not in known:
-            return purpose, other, "it has another version of Atoll"
-        if not hmac.compare_digest(opening[-PROOF_BYTES:], proof):
-            return purpose, other, "that peer does not have the token of this run's invite"
-        if purpose in (_ONWARD, _CARRIED):
-            other = (await reader.readexactly((await reader.readexactly(1))[0])).decode("ascii", "replace")
-            if not is_peer_id(other):
-                return purpose, other, "a third peer without a peer id"
-        if self._closed or len(self._handling) > self._max_streams:
-            return purpose, other, "too many streams are open here: try again"
+    def _refusal(self, peer: str, asked: Opening) -> str:
+        """Why a caller does not get what it wants; empty: it does."""
+        if self._full():
+            return "too many streams are open here: try again"
         chosen = map(parse_with_peer, self._daemon.setting.relays)
-        if purpose == _CARRIED and peer not in {relay.peer for relay in chosen}:
-            return purpose, other, "this node has not chosen that peer for its relay"
-        return purpose, other, ""
+        if asked.purpose == CARRIED and peer not in {relay.peer for relay in chosen}:
+            return "this node has not chosen that peer for its relay"
+        return ""
 
     async def _onward(self, caller: str, peer: str) -> tuple[RawStream | None, str]:
         """The stream on which ``caller`` is carried to ``peer``, or why there is none."""
         try:
             stream = await within(
-                self._open_seconds, f"a stream to {peer}", self._opened(peer, (), _CARRIED, caller)
+                self._open_seconds, f"a stream to {peer}", self._opened(peer, (), CARRIED, caller)
             )
         except Trouble as trouble:
             return None, str(trouble)
@@ -340,9 +366,13 @@ class SwarmCarrier:
     def _count_carried(self, nbytes: int) -> None:
         self.carried += nbytes
 
-    def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> SwarmStream:
-        stream = SwarmStream(reader, writer, peer, self._timing.now, self._heartbeat, self._on_bytes)
-        self._streams.add(stream)
+    def _stream(
+        self, raw: RawStream, name: str, peer: str, on_parted: Callable[[], None] | None = None
+    ) -> SwarmStream:
+        """A stream with ``peer``, which is called ``name`` in texts."""
+        now = self._timing.now
+        stream = SwarmStream(*raw, name, now, self._heartbeat, self._on_bytes, on_parted)
+        self._streams[stream] = peer
         return stream
 
     async def _beat(self) -> None:
@@ -354,9 +384,10 @@ class SwarmCarrier:
             prompt = self._timing.now() - before < 2 * every
             for stream in tuple(self._streams):
                 if stream.closed.is_set():
-                    self._streams.discard(stream)
+                    del self._streams[stream]
                 else:
                     stream.beat(prompt)
+            self._idle.prune()
 
 
 def _abort(call: asyncio.Future[Any]) -> None:

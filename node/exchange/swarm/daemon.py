@@ -138,6 +138,13 @@ class Daemon:
                 Kind.UNREACHABLE, f"the peer {peer} cannot be reached: {dial_words(error)}"
             ) from error
 
+    async def disconnect(self, peer: str) -> None:
+        """End the connections to ``peer``, with all their streams; whatever keeps that from happening is left
+        to the next :meth:`connect`."""
+        with contextlib.suppress(Exception):  # hivemind's, or of the socket to the daemon
+            call = self.p2p._client.disconnect(hivemind().PeerID(peer_bytes(peer)))
+            await within(_DIAL_SECONDS, f"the end of the connection to {peer}", call)
+
     async def addresses(self) -> tuple[str, ...]:
         """Where others may reach this node, each with its peer id: what libp2p knows, what other peers see,
         and the relays; loopback only if there is nothing else."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.exchange.swarm.phases import SwarmTrouble
+from protos import extras
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def hivemind() -> Library:
         from hivemind.utils.logging import use_hivemind_log_handler
     except ImportError as error:
         raise SwarmTrouble(
-            "daemon", f"hivemind cannot be loaded ({error}): install it with pip install 'atoll[swarm]'"
+            "daemon", f"hivemind cannot be loaded ({error}): install it with {extras.hint('swarm')}"
         ) from error
     logging.addLevelName(logging.WARNING, "WARNING")  # it has changed that name for the whole process
     use_hivemind_log_handler("nowhere")

@@ -3,7 +3,7 @@
 Each record begins with four bytes, little-endian: the length of a message, which follows, or one of the marks
 below. Both sides send marks of life, since libp2p's daemon goes on answering for a process that is frozen.
 After both have sent END, each sends BYE, and nobody closes before the other's has come: a close overtakes
-what is still on its way.
+what is still on its way. Behind the last BYE the raw one is as it was before, and can carry another stream.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class SwarmStream:
         now: clock, in seconds.
         heartbeat: how life is shown and expected.
         on_bytes: receives direction and number of all bytes of records.
+        on_parted: called once both sides have taken their leave; the raw stream is left open then, for who
+            gave this. ``None``: it is closed.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class SwarmStream:
         now: Callable[[], float],
         heartbeat: Heartbeat,
         on_bytes: OnBytes = no_count,
+        on_parted: Callable[[], None] | None = None,
     ) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._on_parted = reader, writer, on_parted
         self._peer, self._now, self._heartbeat, self._on_bytes = peer, now, heartbeat, on_bytes
         self._inbox: deque[bytes] = deque()
         self._changed = asyncio.Event()  # something to read, or nothing more
@@ -154,7 +157,9 @@ class SwarmStream:
             )
         # What waits to be sent will show it.
         elif (
-            now - self._wrote >= self._heartbeat.every and not self._writer.transport.get_write_buffer_size()
+            now - self._wrote >= self._heartbeat.every
+            and not self._said_bye  # the last word
+            and not self._writer.transport.get_write_buffer_size()
         ):
             self._put(ALIVE)
 
@@ -190,7 +195,8 @@ class SwarmStream:
                 head = int.from_bytes(await self._exactly(HEAD_BYTES), "little")
                 if head in _MARKS:
                     if head == BYE and self._ended and self._peer_ended:
-                        break
+                        self._close(self._on_parted)
+                        return
                     self._mark(head)
                     continue
                 if head > MAX_MESSAGE_BYTES or self._peer_ended:
@@ -216,7 +222,7 @@ class SwarmStream:
                     kind, how = Kind.BROKEN, f"broke ({error})"
                 self._fail(Trouble(kind, f"{self._peer} is gone: the stream {how}"))
                 return
-        self._close()
+            self._close()
 
     def _mark(self, mark: int) -> None:
         if mark == END:
@@ -257,9 +263,12 @@ class SwarmStream:
             self._pump.cancel()
         self._settle()
 
-    def _close(self) -> None:
-        with contextlib.suppress(OSError, RuntimeError):
-            self._writer.close()
+    def _close(self, keep: Callable[[], None] | None = None) -> None:
+        if keep is not None:
+            keep()
+        else:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._writer.close()
         self._settle()
 
     def _settle(self) -> None:

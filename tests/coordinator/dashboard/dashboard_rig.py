@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from coordinator.access import Access, Fixed
 from coordinator.dashboard.recorder import Recorder
 from coordinator.dashboard.server import DashboardServer
 from coordinator.dashboard.snapshot import NodeView, Snapshot
@@ -18,6 +19,7 @@ from coordinator.events import ignore
 from coordinator.hub import Hub
 from coordinator.run import Run
 from coordinator.timer import LoopTimer
+from coordinator.tokens import TokenBook
 from deploy.event_words import sentence
 from optim.bits import tally
 from protos.address import Address
@@ -32,6 +34,7 @@ from tests.coordinator.coordinator_rig import (
 )
 
 TOKEN = "a-token-of-the-administrator"
+ACCESS = Access(Fixed(TokenBook().added("admin", "admin", TOKEN, now=0.0)))
 STRANGER = '<img src=x onerror="window.__pwned=1">'
 T = TypeVar("T")
 
@@ -162,7 +165,7 @@ class Stage:
             tell=recorder,
         )
         self.hub = Hub(run)
-        self.dashboard = DashboardServer(self.hub, recorder, self._loop, self._listen, TOKEN)
+        self.dashboard = DashboardServer(self.hub, recorder, self._loop, self._listen, ACCESS)
         self.nodes = [FakeNode(self.hub, name=name) for name in self.names]
 
     async def _end(self) -> None:

@@ -100,41 +100,52 @@ class Clock:
         return self.time
 
 
+def name_of(secret: str) -> str:
+    return "admin" if secret == TOKEN else ""
+
+
+def refusal(guard: Guard, source: str, token: str) -> str:
+    name, why = guard.admit(source, token)
+    assert bool(name) != bool(why)
+    return why
+
+
 def test_the_token_and_nothing_else() -> None:
-    guard = Guard(TOKEN, Clock().now)
-    assert guard.refusal("a", TOKEN) == ""
-    for wrong in ("", TOKEN[:-1], f"{TOKEN} ", TOKEN.upper(), "ünï\ud800"):
-        assert Guard(TOKEN, Clock().now).refusal("a", wrong) == "this is not the admin token"
-    assert TOKEN not in repr(vars(guard))
+    guard = Guard(name_of, Clock().now)
+    assert refusal(guard, "a", TOKEN) == ""
+    for wrong in ("", TOKEN[:-1], TOKEN.upper(), f"{TOKEN}x", "ünï\ud800"):
+        assert refusal(Guard(name_of, Clock().now), "a", wrong) == "this is not the admin token"
+    assert guard.admit("a", f" {TOKEN}\n") == ("admin", "")
+    assert guard.admit("a", f"atoll://{TOKEN}@host:4600/pin") == ("admin", "")
 
 
 def test_wrong_tokens_cost_ever_more_time() -> None:
     clock = Clock()
-    guard = Guard(TOKEN, clock.now)
+    guard = Guard(name_of, clock.now)
     for _ in range(FREE_TRIES):
-        assert guard.refusal("a", "wrong") == "this is not the admin token"
-    assert guard.refusal("a", TOKEN) == f"too many wrong tokens; try again in {FIRST_WAIT:.0f} s"
-    assert guard.refusal("b", TOKEN) == "", "others need not wait"
+        assert refusal(guard, "a", "wrong") == "this is not the admin token"
+    assert refusal(guard, "a", TOKEN) == f"too many wrong tokens; try again in {FIRST_WAIT:.0f} s"
+    assert refusal(guard, "b", TOKEN) == "", "others need not wait"
     clock.time += FIRST_WAIT
-    assert guard.refusal("a", "wrong") == "this is not the admin token"
+    assert refusal(guard, "a", "wrong") == "this is not the admin token"
     clock.time += FIRST_WAIT
-    assert "try again in 10 s" in guard.refusal("a", TOKEN)
+    assert "try again in 10 s" in refusal(guard, "a", TOKEN)
     clock.time += FIRST_WAIT
-    assert guard.refusal("a", TOKEN) == ""
-    assert guard.refusal("a", "wrong") == "this is not the admin token"
-    assert guard.refusal("a", TOKEN) == "", "a right one wipes the slate"
+    assert refusal(guard, "a", TOKEN) == ""
+    assert refusal(guard, "a", "wrong") == "this is not the admin token"
+    assert refusal(guard, "a", TOKEN) == "", "a right one wipes the slate"
 
 
 def test_waits_are_bounded_and_forgotten() -> None:
     clock = Clock()
-    guard = Guard(TOKEN, clock.now)
+    guard = Guard(name_of, clock.now)
     for _ in range(40):
-        guard.refusal("a", "wrong")
+        refusal(guard, "a", "wrong")
         clock.time += LONGEST_WAIT
     clock.time += FORGET_SECONDS + 1
     for _ in range(FREE_TRIES - 1):
-        guard.refusal("a", "wrong")
-    assert guard.refusal("a", TOKEN) == ""
+        refusal(guard, "a", "wrong")
+    assert refusal(guard, "a", TOKEN) == ""
     for source in range(3 * MAX_SOURCES):
-        guard.refusal(str(source), "wrong")
+        refusal(guard, str(source), "wrong")
     assert len(guard._sources) == MAX_SOURCES

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.dashboard.server import DashboardError, DashboardServer
 from protos.address import Address
-from tests.coordinator.dashboard.dashboard_rig import STRANGER, TOKEN, Stage
+from tests.coordinator.dashboard.dashboard_rig import ACCESS, STRANGER, TOKEN, Stage
 
 pytest.importorskip("nicegui")
 
@@ -105,7 +105,7 @@ def test_a_busy_port_is_named_or_another_one_taken(stage: Stage) -> None:
     def second(*, exact: bool) -> DashboardServer:
         loop = stage._loop
         recorder = stage.recorder
-        return stage.ask(lambda: DashboardServer(stage.hub, recorder, loop, taken, TOKEN, exact=exact))
+        return stage.ask(lambda: DashboardServer(stage.hub, recorder, loop, taken, ACCESS, exact=exact))
 
     with pytest.raises(DashboardError, match=f"{taken}: the port is in use; choose another"):
         second(exact=True)

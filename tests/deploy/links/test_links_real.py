@@ -54,6 +54,13 @@ class Pair:
             tables,
         )
 
+    def carries(self) -> bool:
+        """Whether the kernel says of both ends that the cable is plugged in: it does so a while later."""
+        shown = [
+            run_command(*ip(path, "-br", "link", "show", "dev", NAME)) for path in (self.here, self.there)
+        ]
+        return all(line.split()[1] == "UP" for line in shown)
+
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
@@ -63,7 +70,9 @@ def pair() -> Iterator[Pair]:
         for namespace, address in ((here, HERE), (there, THERE)):
             namespace.run("ip", "address", "add", f"{address}/24", "dev", NAME)
             namespace.run("ip", "link", "set", "dev", NAME, "up")
-        yield Pair(here.path, there.path)
+        made = Pair(here.path, there.path)
+        until(made.carries, "the carrier of both ends")
+        yield made
 
 
 def within(pair: Pair, wanted: int, share: float) -> tuple[bool, float]:
@@ -201,7 +210,7 @@ def test_run_undoes_everything_when_it_is_told_to_end(pair: Pair, number: signal
         (link,) = json.loads(throttle("show", "--netns", pair.here, "--json").stdout)["links"]
         assert link["holder"] == process.pid and link["out"]["rate"] == 10_000_000
         refused = throttle("set", "-i", NAME, "--netns", pair.here, "--rate", "1gbit")
-        assert refused.returncode == 1 and f"process {process.pid} holds {NAME}" in refused.stderr
+        assert refused.returncode == 12 and f"process {process.pid} holds {NAME}" in refused.stderr
         process.send_signal(number)
         assert process.wait(30) == 128 + number
     assert pair.state() == before and not processes_in(pair.here)

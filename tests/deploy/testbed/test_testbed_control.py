@@ -11,7 +11,7 @@ import pytest
 from deploy.errors import UserError
 from deploy.testbed.control import Desk, ask
 
-DEADLINE = 30.0
+DEADLINE = 100.0
 
 
 def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:

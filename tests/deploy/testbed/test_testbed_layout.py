@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from deploy.errors import UserError
 from deploy.links.shape import Shape
 from deploy.testbed.layout import MOST_SITES, layout, parse_site, reshaped, site_names
+from deploy.testbed.setting import Options, layout_of
 
 SHAPE = Shape(rate=10**8, delay=0.04)
 
@@ -71,6 +73,12 @@ def test_a_site_may_have_a_link_of_its_own() -> None:
 def test_what_is_no_site_is_said_so(text: str) -> None:
     with pytest.raises(UserError, match="write for example site-b=100mbit"):
         parse_site(text, SHAPE)
+
+
+def test_a_kind_of_nat_that_is_none_is_found_before_anything_is_made() -> None:
+    with pytest.raises(UserError, match="--nat-kind cone: there are port-preserving and symmetric"):
+        layout_of(Options(Path("out"), nat="cone"))
+    assert all(site.addresses.inside for site in layout_of(Options(Path("out"), nat="symmetric")).sites)
 
 
 def test_links_that_are_not_there_are_named() -> None:

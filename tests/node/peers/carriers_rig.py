@@ -36,7 +36,7 @@ from tests.coordinator.coordinator_rig import join_request
 from tests.coordinator.test_server import TOKEN, Site, site
 from tests.node.relay import Relay
 
-DEADLINE = 30.0  # seconds of every wait, which a loaded machine may need
+DEADLINE = 100.0  # seconds of every wait, which a loaded machine may need
 RUN = "run-digest"
 LOOPBACK = Address("127.0.0.1", 0)
 T = TypeVar("T")
@@ -171,6 +171,9 @@ class Standing:
     async def offered_again(self, order: Any) -> Any:
         return order
 
+    async def superseded(self, order: Any) -> None:
+        await asyncio.Event().wait()
+
 
 class TunnelNode:
     """A node with a session at a real coordinator that takes no part in the run, but is called."""
@@ -275,5 +278,5 @@ MakeRig = Callable[[], AbstractAsyncContextManager[Rig]]
 RIGS: dict[str, MakeRig] = {"memory": memory_rig, "direct": direct_rig, "tunnel": tunnel_rig}
 SWARM = "swarm"  # made by daemons that have been started
 NEEDS_SWARM = pytest.mark.skipif(
-    importlib.util.find_spec("hivemind") is None, reason="hivemind is missing: pip install 'atoll[swarm]'"
+    importlib.util.find_spec("hivemind") is None, reason="hivemind is missing: pip install '.[swarm]'"
 )

@@ -31,7 +31,7 @@ from protos import wire
 from protos.address import Address
 from protos.buckets import BucketTable, TableSchedule
 
-DEADLINE = 20.0
+DEADLINE = 100.0
 RUN = "run-digest"
 LIMITS = Limits(round=DEADLINE, stall=5.0, transfer=DEADLINE)
 QUICK = Timing(backoff=Backoff(first=0.005, cap=0.02))

@@ -13,7 +13,7 @@ from node.exchange.retry import within
 from node.exchange.trouble import Kind, Trouble
 from protos.wire import PEER_END
 
-DEADLINE = 20.0
+DEADLINE = 100.0
 
 
 class FakeCall:

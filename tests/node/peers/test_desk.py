@@ -366,15 +366,38 @@ async def test_a_contribution_of_other_samples_takes_the_place_of_the_former_one
 async def test_other_samples_that_come_before_their_order_are_kept_for_it() -> None:
     site = Site()
     site.topology()
-    former, mine = payloads(site.table, 2)
-    site.desk.reduce(order("a"))
+    former, mine, other = payloads(site.table, 3)
+    site.desk.reduce(order("ab"))
     await site.send("a", former)
     new = await site.send("a", mine, lease=8)
+    await site.send("b", other)
     await idle()
     assert not new.digest
-    site.desk.reduce(order("a", attempt=2, leases=[pb.Lease(start=8, count=1)]))
+    leases = [pb.Lease(start=8, count=1), pb.Lease(start=0, count=1)]
+    site.desk.reduce(order("ab", attempt=2, leases=leases))
     await until(lambda: new.digest)
-    assert new.result == mine and site.news.attempt == 2
+    assert new.result == at_the_hub(site.table, [mine, other]) and site.news.attempt == 2
+
+
+async def test_no_voter_has_a_whole_result_taken_back() -> None:
+    """The coordinator would take its reducer for a liar."""
+    site = Site()
+    site.topology()
+    former, mine, other = payloads(site.table, 3)
+    site.desk.reduce(order("ab"))
+    callers = [await site.send("a", former), await site.send("b", other)]
+    await until(lambda: site.told and site.news.digest and all(caller.digest for caller in callers))
+    told = len(site.told)
+    again = await site.begin("a", lease=8)
+    assert await again.refused() == "wrong-round"
+    site.desk.reduce(order("ab", attempt=2))
+    assert site.news.digest == digest_of(at_the_hub(site.table, [former, other]))
+    assert len(site.told) == told + 1 and not any(caller.restarts for caller in callers)
+    leases = [pb.Lease(start=8, count=1), pb.Lease(start=0, count=1)]
+    site.desk.reduce(order("ab", attempt=3, leases=leases))
+    new = await site.send("a", mine, lease=8)
+    await until(lambda: new.digest)
+    assert new.result == at_the_hub(site.table, [mine, other])
 
 
 async def test_a_refusal_is_of_the_samples_that_were_refused() -> None:

@@ -166,10 +166,11 @@ async def test_who_answers_is_told_apart() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        async with node(listens=False, seconds=0.3) as caller, site() as here:
-            port = silent.getsockname()[1]
+        port = silent.getsockname()[1]
+        async with node(listens=False, seconds=0.3) as caller:
             found = await refused(caller, Peer("node-1", direct=f"127.0.0.1:{port}"))
             assert found.kind is Kind.SILENT and "node-1" in str(found)
+        async with node(listens=False) as caller, site() as here:
             found = await refused(caller, Peer("node-1", direct=str(here.server.address)))
             assert found.kind is Kind.STRANGER and "is not an Atoll node" in str(found)
             found = await refused(caller, Peer("node-1", direct="unix:/tmp/socket"))

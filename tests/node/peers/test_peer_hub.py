@@ -345,10 +345,11 @@ Measured = tuple[float | None, float | None]
     ("fixed", "measured", "said"),
     [
         (0.0, [(None, None)] * 10, []),
-        (0.0, [(100.0, None)], [(0, 100.0, 0.0)]),
-        (0.0, [(100.0, None)] + [(110.0, 124.0)] * 9, [(0, 100.0, 0.0), (8, 100.0, 124.0)]),
-        (0.0, [(100.0, 9.0)] + [(126.0, 9.0)] * 9, [(0, 100.0, 9.0), (8, 126.0, 9.0)]),
-        (0.0, [(100.0, 9.0)] + [(124.0, 8.0)] * 20, [(0, 100.0, 9.0)]),
+        (0.0, [(100.0, None)] * 3, []),
+        (0.0, [(1.0, None)] * 3 + [(100.0, None)], [(3, 100.0, 0.0)]),
+        (0.0, [(100.0, None)] * 4 + [(110.0, 124.0)] * 9, [(3, 100.0, 0.0), (11, 100.0, 124.0)]),
+        (0.0, [(100.0, 9.0)] * 4 + [(126.0, 9.0)] * 9, [(3, 100.0, 9.0), (11, 126.0, 9.0)]),
+        (0.0, [(100.0, 9.0)] * 4 + [(124.0, 8.0)] * 20, [(3, 100.0, 9.0)]),
         (50.0, [(100.0, 9.0)] * 10, [(7, 50.0, 9.0)]),
     ],
 )
@@ -362,4 +363,6 @@ def test_rates_are_announced_anew_if_they_have_changed(
         if endpoint is not None:
             assert endpoint.direct == "a:1" and announcement.endpoint == endpoint
             found.append((index, endpoint.uplink, endpoint.downlink))
+            assert endpoint.uplink_measured == (endpoint.uplink not in (0.0, fixed))
+            assert endpoint.downlink_measured == (endpoint.downlink > 0)
     assert found == said

@@ -8,7 +8,7 @@ from typing import Any
 
 from node.exchange.peers.uplink import HOLD_SECONDS, Uplink
 
-DEADLINE = 20.0
+DEADLINE = 100.0
 
 
 def play(test: Coroutine[Any, Any, None]) -> None:

@@ -60,3 +60,13 @@ def test_rounds_go_on_while_daemons_are_killed(
     assert digests == played(fleet, "sign-muon", ("hub",) * 3, rounds=ROUNDS)[0]
     assert not children_named("p2pd")
     assert not list(sockets.iterdir())
+
+
+def test_rounds_open_no_streams_once_some_are_there(
+    fleet: Fleet, sockets: Path, swarms: dict[str, swarm.Swarm]
+) -> None:
+    """Three nodes send each other two slices a round each: one raw stream for each would be six a round."""
+    setting = SwarmSetting(("127.0.0.1",))
+    played(fleet, "sign-muon", ("swarm",) * 3, rounds=ROUNDS, swarms=(setting,) * 3)
+    opened = sum(one.carrier.opened for one in swarms.values())
+    assert 0 < opened <= 2 * ROUNDS
