@@ -30,6 +30,8 @@ CHUNK_BYTES: Final = 1 << 20  # body of a CHUNK frame; a multiple of 64
 MAX_HEADER_BYTES: Final = 1 << 20  # body of any other frame
 MAX_MESSAGE_BYTES: Final = CHUNK_BYTES + (64 << 10)  # gRPC's cap on both sides
 
+Message = bytes | memoryview  # that was received
+
 _PREFIX: Final = struct.Struct("<BBHIQ")
 PREFIX_BYTES: Final = _PREFIX.size
 
@@ -63,7 +65,7 @@ def encode_frame(
     return b"".join((_PREFIX.pack(kind, attempt & 0xFF, 0, len(body), offset), body))
 
 
-def decode_frame(message: bytes) -> Frame:
+def decode_frame(message: Message) -> Frame:
     """Check and split one message.
 
     Raises:

@@ -230,9 +230,9 @@ def of_swarm() -> Callable[[bytes], None]:
 
     async def take(data: bytes) -> None:
         reader = asyncio.StreamReader(loop=loop)
-        stream = SwarmStream(reader, _Nowhere(), "a peer", lambda: 0.0, Heartbeat())  # type: ignore[arg-type]
         reader.feed_data(data)
         reader.feed_eof()
+        stream = SwarmStream(reader, _Nowhere(), "a peer", lambda: 0.0, Heartbeat())  # type: ignore[arg-type]
         with contextlib.suppress(Trouble):
             while await stream.read() is not None:
                 pass
@@ -264,5 +264,15 @@ class _Nowhere:
         """Nothing waits."""
         return 0
 
-    async def drain(self) -> None:
-        """Nothing to wait for."""
+    def get_protocol(self) -> asyncio.Protocol:
+        """One that does nothing."""
+        return asyncio.Protocol()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """It is never called."""
+
+    def pause_reading(self) -> None:
+        """Nothing is read."""
+
+    def resume_reading(self) -> None:
+        """Likewise."""

@@ -32,7 +32,7 @@ class ChunkAssembly:
         """Bytes of the present attempt that have come."""
         return self._received
 
-    def _decoded(self, message: bytes) -> wire.Frame:
+    def _decoded(self, message: wire.Message) -> wire.Frame:
         try:
             return wire.decode_frame(message)
         except wire.FrameError as error:

@@ -137,7 +137,7 @@ class _Announced:
         self.write, self.end, self.cancel = stream.write, stream.end, stream.cancel
         self._stream = stream
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> wire.Message | None:
         """See the protocol."""
         message = await self._stream.read()
         with contextlib.suppress(wire.FrameError):  # whoever reads tells what is wrong

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from protos.wire import Message
+
 CarrierName = Literal["direct", "swarm", "tunnel"]
 
 
@@ -43,7 +45,7 @@ class PeerStream(Protocol):
     :class:`~node.exchange.trouble.Trouble` as soon as it is known to be gone.
     """
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> Message | None:
         """The next message; ``None`` once the other side has ended its direction properly: that no message
         was lost, not that all had been said.
 

@@ -10,10 +10,10 @@ from google.protobuf.message import DecodeError
 from node.exchange.peers.plan import Plan
 from protos.atoll_pb2 import PeerHello
 from protos.refusal import BAD_FRAME, BAD_TOKEN, JOIN, TRUNCATED, Refused
-from protos.wire import HEADER, PROTOCOL, FrameError, decode_frame
+from protos.wire import HEADER, PROTOCOL, FrameError, Message, decode_frame
 
 
-def read_hello(message: bytes | None, run_digest: str) -> PeerHello:
+def read_hello(message: Message | None, run_digest: str) -> PeerHello:
     """Read it; who has sent it is not known yet.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from node.exchange.meter import Kind, Meter
 from node.exchange.peers.base import PeerStream
+from protos.wire import Message
 
 
 class Metered:
@@ -21,7 +22,7 @@ class Metered:
         self._stream, self._meter, self._up, self._down = stream, meter, up, down
         self._peer = peer
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> Message | None:
         """See the protocol."""
         message = await self._stream.read()
         if message is not None:

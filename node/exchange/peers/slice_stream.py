@@ -11,7 +11,7 @@ from node.exchange.peers.slice_reducer import SliceReducer
 from node.exchange.peers.uplink import Uplink
 from protos.frame_log import FrameReader
 from protos.refusal import BAD_FRAME, OVERSIZED, TRUNCATED, Refused
-from protos.wire import MAX_MESSAGE_BYTES, FrameError, decode_frame
+from protos.wire import MAX_MESSAGE_BYTES, FrameError, Message, decode_frame
 
 _SPARE_BYTES: Final = 4 * MAX_MESSAGE_BYTES  # of frames around a contribution that does not count
 
@@ -115,7 +115,7 @@ class SliceStream:
             self._error = error
             self._over.set()
 
-    def _feed(self, message: bytes) -> None:
+    def _feed(self, message: Message) -> None:
         contribution = self._contribution
         if len(message) > MAX_MESSAGE_BYTES:
             raise Refused(

@@ -82,7 +82,7 @@ class SliceAssembly(ChunkAssembly):
         super().__init__(buffer, what, base)
         self.whole = False
 
-    def add(self, message: bytes) -> None:
+    def add(self, message: wire.Message) -> None:
         """Take the next frame.
 
         Raises:

@@ -17,17 +17,16 @@ from typing import Final
 
 from node.exchange.meter import Direction
 from node.exchange.retry import within
+from node.exchange.swarm.records import HEAD_BYTES, Records
 from node.exchange.trouble import Kind, Trouble
-from protos.wire import MAX_MESSAGE_BYTES
+from protos.wire import MAX_MESSAGE_BYTES, Message
 
-HEAD_BYTES: Final = 4
 END: Final = 0xFFFFFFFF  # no more messages from this side
 ALIVE: Final = 0xFFFFFFFE
 GONE: Final = 0xFFFFFFFD  # nobody reads here any more
 BYE: Final = 0xFFFFFFFC
 _MARKS: Final = frozenset((END, ALIVE, GONE, BYE))
 _AHEAD: Final = 2  # messages that are read before they are asked for
-_READ_BYTES: Final = 1 << 18
 
 OnBytes = Callable[[Direction, int], None]
 
@@ -68,20 +67,20 @@ class SwarmStream:
         on_bytes: OnBytes = no_count,
         on_parted: Callable[[], None] | None = None,
     ) -> None:
-        self._reader, self._writer, self._on_parted = reader, writer, on_parted
+        self._on_parted = on_parted
         self._peer, self._now, self._heartbeat, self._on_bytes = peer, now, heartbeat, on_bytes
-        self._inbox: deque[bytes] = deque()
+        self._inbox: deque[memoryview] = deque()
         self._changed = asyncio.Event()  # something to read, or nothing more
-        self._room = asyncio.Event()
         self._failure: Trouble | None = None
         self._ended = self._peer_ended = self._peer_gone = self._said_bye = False
         self._deaf = False
         self._stalled = False
         self._heard = self._wrote = now()
         self.closed = asyncio.Event()
-        self._pump = asyncio.create_task(self._receive())
+        self._records = Records((reader, writer), self)
+        self._records.start()
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> Message | None:
         """See the protocol."""
         while not self._inbox:
             if self._failure is not None:
@@ -91,7 +90,7 @@ class SwarmStream:
             self._changed.clear()
             await self._changed.wait()
         message = self._inbox.popleft()
-        self._room.set()
+        self._go_on()
         return message
 
     async def write(self, message: bytes) -> None:
@@ -132,7 +131,7 @@ class SwarmStream:
             return
         self._deaf = True
         self._inbox.clear()
-        self._room.set()
+        self._go_on()
         if not self._peer_ended:
             self._put(GONE)
         with contextlib.suppress(Trouble):
@@ -159,7 +158,7 @@ class SwarmStream:
         elif (
             now - self._wrote >= self._heartbeat.every
             and not self._said_bye  # the last word
-            and not self._writer.transport.get_write_buffer_size()
+            and not self._records.waiting
         ):
             self._put(ALIVE)
 
@@ -172,57 +171,57 @@ class SwarmStream:
             raise Trouble(Kind.BROKEN, f"{self._peer} has ended the stream")
 
     def _put(self, head: int, message: bytes = b"") -> None:
-        if self._writer.transport.is_closing():
-            return
-        self._writer.write(head.to_bytes(HEAD_BYTES, "little"))
-        if message:
-            self._writer.write(message)
-        self._wrote = self._now()
-        self._on_bytes("up", HEAD_BYTES + len(message))
+        if self._records.write(head, message):
+            self._wrote = self._now()
+            self._on_bytes("up", HEAD_BYTES + len(message))
 
     async def _drained(self) -> None:
-        try:
-            await self._writer.drain()
-        except (OSError, RuntimeError) as error:
-            if not (self._ended and self._peer_ended):
-                self._fail(Trouble(Kind.BROKEN, f"the stream with {self._peer} broke: {error}"))
+        await self._records.drained()
         if self._failure is not None:
             raise self._failure
 
-    async def _receive(self) -> None:
-        try:
-            while True:
-                head = int.from_bytes(await self._exactly(HEAD_BYTES), "little")
-                if head in _MARKS:
-                    if head == BYE and self._ended and self._peer_ended:
-                        self._close(self._on_parted)
-                        return
-                    self._mark(head)
-                    continue
-                if head > MAX_MESSAGE_BYTES or self._peer_ended:
-                    what = "a message after its last" if self._peer_ended else f"a message of {head} bytes"
-                    self._fail(Trouble(Kind.PROTOCOL, f"{self._peer} sent {what}"))
-                    return
-                message = await self._exactly(head)
-                if self._deaf:
-                    continue
-                self._inbox.append(message)
-                self._changed.set()
-                while len(self._inbox) >= _AHEAD:
-                    self._stalled = True
-                    self._room.clear()
-                    await self._room.wait()
-                self._stalled, self._heard = False, self._now()
-        except (OSError, EOFError) as error:
-            # After both ends a close without BYE does not matter: this side has all, and can send nothing.
-            if not (self._ended and self._peer_ended):
-                if isinstance(error, EOFError):
-                    kind, how = Kind.CUT, "ended before its last record"
-                else:
-                    kind, how = Kind.BROKEN, f"broke ({error})"
-                self._fail(Trouble(kind, f"{self._peer} is gone: the stream {how}"))
-                return
-            self._close()
+    def _go_on(self) -> None:
+        """Read on, if there is room again."""
+        if self._stalled and len(self._inbox) < _AHEAD:
+            self._stalled, self._heard = False, self._now()
+            self._records.resume()
+
+    # ---------------------------------------------------------------------------- node.exchange.swarm.records
+
+    def take_bytes(self, nbytes: int) -> None:
+        """See :class:`node.exchange.swarm.records.Taker`."""
+        self._heard = self._now()
+        self._on_bytes("down", nbytes)
+
+    def take_head(self, head: int) -> int | None:
+        """See :class:`node.exchange.swarm.records.Taker`."""
+        if head in _MARKS:
+            self._mark(head)
+        elif head > MAX_MESSAGE_BYTES or self._peer_ended:
+            what = "a message after its last" if self._peer_ended else f"a message of {head} bytes"
+            self._fail(Trouble(Kind.PROTOCOL, f"{self._peer} sent {what}"))
+        else:
+            return head
+        return None
+
+    def take_message(self, message: memoryview) -> None:
+        """See :class:`node.exchange.swarm.records.Taker`."""
+        if self._deaf:
+            return
+        self._inbox.append(message)
+        self._changed.set()
+        if len(self._inbox) >= _AHEAD:
+            self._stalled = True
+            self._records.pause()
+
+    def take_loss(self, error: Exception) -> None:
+        """See :class:`node.exchange.swarm.records.Taker`."""
+        if self._ended and self._peer_ended:
+            self._close()  # without BYE, but this side has all, and can send nothing
+        elif isinstance(error, EOFError):
+            self._fail(Trouble(Kind.CUT, f"{self._peer} is gone: the stream ended before its last record"))
+        else:
+            self._fail(Trouble(Kind.BROKEN, f"{self._peer} is gone: the stream broke ({error})"))
 
     def _mark(self, mark: int) -> None:
         if mark == END:
@@ -231,6 +230,8 @@ class SwarmStream:
             self._part()
         elif mark == GONE:
             self._peer_gone = True
+        elif mark == BYE and self._ended and self._peer_ended:
+            self._close(self._on_parted)
         elif mark == BYE:
             self._fail(Trouble(Kind.PROTOCOL, f"{self._peer} took its leave before the end"))
 
@@ -239,39 +240,22 @@ class SwarmStream:
             self._said_bye = True
             self._put(BYE)
 
-    async def _exactly(self, nbytes: int) -> bytes:
-        """``nbytes`` bytes; memory is taken as they come, not as they are announced."""
-        parts = []
-        missing = nbytes
-        while missing:
-            part = await self._reader.read(min(missing, _READ_BYTES))
-            if not part:
-                raise EOFError
-            self._heard = self._now()
-            self._on_bytes("down", len(part))
-            parts.append(part)
-            missing -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
     def _fail(self, trouble: Trouble) -> None:
         if self.closed.is_set():
             return
         self._failure = trouble
         self._inbox.clear()
-        self._writer.transport.abort()
-        if self._pump is not asyncio.current_task():
-            self._pump.cancel()
+        self._records.close(at_once=True)
         self._settle()
 
     def _close(self, keep: Callable[[], None] | None = None) -> None:
         if keep is not None:
+            self._records.give_back()
             keep()
         else:
-            with contextlib.suppress(OSError, RuntimeError):
-                self._writer.close()
+            self._records.close()
         self._settle()
 
     def _settle(self) -> None:
         self.closed.set()
         self._changed.set()
-        self._room.set()

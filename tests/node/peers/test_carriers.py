@@ -61,7 +61,7 @@ async def write_all(stream: PeerStream, told: list[bytes]) -> None:
 async def read_all(stream: PeerStream) -> list[bytes]:
     heard = []
     while (message := await stream.read()) is not None:
-        heard.append(message)
+        heard.append(bytes(message))
     return heard
 
 
