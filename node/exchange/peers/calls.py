@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from grpc import aio
@@ -42,6 +42,8 @@ class Calls:
         diagnose: Diagnosis,
         *,
         seconds: float,
+        at_once: bool = False,
+        on_taken: Callable[[bool], None] = lambda taken: None,
         on_over: Callable[[], None] = lambda: None,
     ) -> CallStream:
         """The stream of ``call``, once the other side has taken it.
@@ -51,6 +53,8 @@ class Calls:
             peer: whom it reaches, for people.
             diagnose: what a bad status of it means.
             seconds: for the other side to take it.
+            at_once: do not wait for that, which is a round trip; a stream that is not taken breaks.
+            on_taken: called with whether it was taken, unless it had been given up before.
             on_over: called when the call has ended, whatever becomes of it.
 
         Raises:
@@ -60,18 +64,36 @@ class Calls:
         def explain(error: BaseException) -> Trouble:
             return diagnose(error) if isinstance(error, aio.AioRpcError) else Trouble(Kind.BROKEN, _LATE)
 
-        try:
-            await within(seconds, f"a stream to {peer}", call.initial_metadata())
-            if call.done() and (status := await _failure(call)) is not None:
-                raise diagnose(status)
-            self.check()
-        except BaseException:
-            call.cancel()
-            on_over()
-            raise
+        async def taken() -> None:
+            try:
+                await within(seconds, f"a stream to {peer}", call.initial_metadata())
+                if call.done() and (status := await _failure(call)) is not None:
+                    raise diagnose(status)
+            except Trouble:
+                on_taken(False)
+                raise
+            on_taken(True)
+
+        if not at_once:
+            try:
+                await taken()
+                self.check()
+            except BaseException:
+                call.cancel()
+                on_over()
+                raise
         stream = CallStream(call, peer, explain)
+        if at_once:
+            self._tasks.start(_broken_unless(taken(), stream), f"taking of a stream to {peer}")
         self._tasks.start(_seen_to_its_end(call, stream, on_over), f"stream to {peer}")
         return stream
+
+
+async def _broken_unless(taken: Awaitable[None], stream: CallStream) -> None:
+    try:
+        await taken
+    except Trouble as trouble:
+        stream.broke(trouble)
 
 
 async def _failure(call: Call) -> aio.AioRpcError | None:

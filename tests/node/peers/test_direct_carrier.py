@@ -7,6 +7,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import psutil
@@ -93,6 +94,31 @@ def connections(port: int) -> int:
     return sum(bool(each.raddr) and each.raddr.port == port for each in found)
 
 
+class Gated(DirectCarrier):
+    """A carrier that takes streams only while its gate is open."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def _stream(self, request: Any, context: Any) -> None:
+        await self.gate.wait()
+        await super()._stream(request, context)
+
+
+@contextlib.asynccontextmanager
+async def gated() -> AsyncIterator[tuple[Gated, Peer, asyncio.Queue[Served]]]:
+    handler, arrivals = hall()
+    carrier = Gated(handler, RUN)
+    address = await carrier.listen(LOOPBACK)
+    try:
+        yield carrier, Peer("node-1", direct=str(address)), arrivals
+    finally:
+        carrier.gate.set()
+        await soon(carrier.close())
+
+
 async def refused(caller: Node, peer: Peer) -> Trouble:
     with pytest.raises(Trouble) as trouble:
         await soon(caller.carrier.open(peer))
@@ -129,6 +155,35 @@ async def test_streams_to_a_peer_share_a_connection_that_is_left_when_nobody_nee
         again = await soon(caller.carrier.open(called.peer()))
         assert connections(called.address.port) == 1
         again.cancel()
+
+
+async def test_a_connection_that_has_proved_itself_costs_no_round_trip() -> None:
+    async with gated() as (called, peer, arrivals), node(listens=False) as caller:
+        first = await soon(caller.carrier.open(peer))
+        (await soon(arrivals.get())).leave()
+        called.gate.clear()
+        second = await soon(caller.carrier.open(peer))  # though nobody has taken it
+        await soon(second.write(b"hello"))
+        assert arrivals.empty()
+        called.gate.set()
+        served = await soon(arrivals.get())
+        assert await soon(served.stream.read()) == b"hello"
+        served.leave()
+        first.cancel()
+        second.cancel()
+
+
+async def test_a_stream_that_is_not_taken_breaks_and_the_next_one_waits_again() -> None:
+    async with gated() as (called, peer, arrivals), node(listens=False, seconds=0.2) as caller:
+        first = await soon(caller.carrier.open(peer))
+        (await soon(arrivals.get())).leave()
+        called.gate.clear()
+        second = await soon(caller.carrier.open(peer))
+        with pytest.raises(Trouble, match="a stream to node-1") as trouble:
+            await soon(second.read())
+        assert trouble.value.kind is Kind.SILENT
+        assert (await refused(caller, peer)).kind is Kind.SILENT
+        first.cancel()
 
 
 # --------------------------------------------------------------------------------------- deaths
