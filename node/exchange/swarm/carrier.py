@@ -18,7 +18,7 @@ from typing import Any, Final
 from node.exchange.peers.base import CarrierName, Handler, Peer
 from node.exchange.retry import Say, Timing, within
 from node.exchange.swarm.daemon import Daemon, dial_words
-from node.exchange.swarm.idle import AGAIN, IdleStreams, asked_again
+from node.exchange.swarm.idle import IdleStreams, asked_again
 from node.exchange.swarm.library import hivemind
 from node.exchange.swarm.multiaddress import (
     MAX_ADDRESSES,
@@ -84,7 +84,7 @@ class SwarmCarrier:
         self._daemon, self._secret, self._handler, self._say = daemon, secret, handler, say
         self._timing, self._heartbeat = timing or Timing(), heartbeat or Heartbeat()
         self._open_seconds, self._max_streams, self._on_bytes = open_seconds, max_streams, on_bytes
-        self._protocol = f"/atoll/{secret.label('protocol')}/2"
+        self._protocol = f"/atoll/{secret.label('protocol')}/3"
         self._streams: dict[SwarmStream, str] = {}  # with the peer id of the other end
         self._idle = IdleStreams(self._timing.now)
         self._late: set[asyncio.Future[Any]] = set()  # calls of the daemon, and nobody waits for them
@@ -106,7 +106,7 @@ class SwarmCarrier:
         """See the protocol."""
         if self._closed:
             raise Trouble(Kind.BROKEN, "this node is leaving the swarm")
-        if (raw := await self._idle.take(peer.swarm)) is not None:
+        if (raw := self._idle.take(peer.swarm)) is not None:
             return self._own(raw, peer)
         relays = relays_of(peer.swarm_addresses)
         relays.pop(self._daemon.peer, None)
@@ -328,7 +328,6 @@ class SwarmCarrier:
             if not again or self._full():
                 writer.close()
                 return
-            writer.write(AGAIN)
 
     def _full(self) -> bool:
         return self._closed or len(self._handling) - self._waiting > self._max_streams
@@ -382,11 +381,11 @@ class SwarmCarrier:
             await self._timing.sleep(every)
             # A loop that was held up has not read what came meanwhile.
             prompt = self._timing.now() - before < 2 * every
-            for stream in tuple(self._streams):
+            for stream, peer in tuple(self._streams.items()):
                 if stream.closed.is_set():
                     del self._streams[stream]
-                else:
-                    stream.beat(prompt)
+                elif not stream.beat(prompt):
+                    self._start_over(peer)
             self._idle.prune()
 
 

@@ -142,10 +142,10 @@ class SwarmStream:
         await self.end()
         await self.closed.wait()
 
-    def beat(self, listen: bool) -> None:
-        """Show life, and unless ``listen`` is false give up a peer that shows none."""
+    def beat(self, listen: bool) -> bool:
+        """Show life, and unless ``listen`` is false give up a peer that shows none; whether it does."""
         if self.closed.is_set():
-            return
+            return True
         now = self._now()
         if listen and not self._stalled and now - self._heard > self._heartbeat.silence:
             self._fail(
@@ -154,13 +154,15 @@ class SwarmStream:
                     f"nothing came from {self._peer} for {now - self._heard:.3g} s: it is frozen or cut off",
                 )
             )
+            return False
         # What waits to be sent will show it.
-        elif (
+        if (
             now - self._wrote >= self._heartbeat.every
             and not self._said_bye  # the last word
             and not self._records.waiting
         ):
             self._put(ALIVE)
+        return True
 
     def _check_writable(self) -> None:
         if self._failure is not None:

@@ -140,10 +140,12 @@ async def test_itself_strangers_and_the_dead_are_not_reached(sites: list[Site]) 
         await within(SECONDS, "the failure", carrier.open(nobody))
 
 
-async def test_a_frozen_peer_is_given_up(sites: list[Site]) -> None:
-    """libp2p's daemon answers for a node that does nothing more."""
+async def test_a_frozen_peer_is_given_up(sites: list[Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """libp2p's daemon answers for a node that does nothing more. What was kept of it is let go, too."""
     one, two = sites
     two.swarm.carrier._heartbeat = WATCHFUL
+    given_up: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(two.swarm.carrier, "_start_over", given_up.put_nowait)
     stream = await two.swarm.carrier.open(await one.peer())
     await stream.write(b"x")
     assert await within(SECONDS, "an echo", stream.read()) == b"x"
@@ -154,6 +156,7 @@ async def test_a_frozen_peer_is_given_up(sites: list[Site]) -> None:
     with pytest.raises(Trouble, match="frozen or cut off") as caught:
         await within(SECONDS, "the silence", waiting)
     assert caught.value.kind is Kind.SILENT
+    assert await within(SECONDS, "the new start", given_up.get()) == one.swarm.peer
 
 
 async def test_a_killed_daemon_breaks_its_streams_and_is_started_again(sites: list[Site]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from node.exchange.peers.base import PeerStream
 from node.exchange.retry import within
 from node.exchange.swarm import idle
-from node.exchange.swarm.idle import AGAIN, IdleStreams, asked_again
+from node.exchange.swarm.idle import IdleStreams, asked_again
 from node.exchange.swarm.relaying import RawStream
 from node.exchange.trouble import Kind, Trouble
 from tests.node.swarm.swarm_rig import SECONDS, Site, echo
@@ -42,16 +42,16 @@ async def raw_pair() -> AsyncIterator[tuple[RawStream, RawStream]]:
             writer.close()
 
 
-async def test_one_is_taken_once_the_other_side_agrees() -> None:
+async def test_one_is_taken_at_once_and_announced() -> None:
     kept = IdleStreams(Clock().now)
     async with raw_pair() as (here, there):
         kept.put("peer", here)
-        assert await kept.take("another") is None
-        taking = asyncio.ensure_future(kept.take("peer"))
-        assert await within(SECONDS, "the question", asked_again(there[0]))
-        there[1].write(AGAIN)
-        assert await within(SECONDS, "the stream", taking) == here
-        assert len(kept) == 0 and await kept.take("peer") is None
+        assert kept.take("another") is None
+        assert kept.take("peer") == here
+        here[1].write(b"records")
+        assert await within(SECONDS, "the announcement", asked_again(there[0]))
+        assert await within(SECONDS, "what is behind it", there[0].readexactly(7)) == b"records"
+        assert len(kept) == 0 and kept.take("peer") is None
 
 
 async def test_what_the_other_side_has_closed_is_passed_over() -> None:
@@ -60,33 +60,17 @@ async def test_what_the_other_side_has_closed_is_passed_over() -> None:
         kept.put("peer", good)
         kept.put("peer", bad)
         gone[1].close()
-        taking = asyncio.ensure_future(kept.take("peer"))
-        assert await within(SECONDS, "the question", asked_again(its_end[0]))
-        its_end[1].write(AGAIN)
-        assert await within(SECONDS, "the stream", taking) == good
+        assert await within(SECONDS, "the close", bad[0].read()) == b""
+        assert kept.take("peer") == good
+        assert await within(SECONDS, "the announcement", asked_again(its_end[0]))
 
 
-async def test_where_nobody_answers_none_of_them_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "_ANSWER_SECONDS", 0.01)
-    kept = IdleStreams(Clock().now)
-    async with raw_pair() as (one, frozen), raw_pair() as (two, cut_off):
-        kept.put("peer", one)
-        kept.put("peer", two)
-        assert await within(SECONDS, "giving up", kept.take("peer")) is None
-        assert len(kept) == 0
-        assert await within(SECONDS, "an abort", cut_off[0].read()) == AGAIN
-        assert await within(SECONDS, "a close", frozen[0].read()) == b""
-
-
-async def test_one_that_is_cut_short_is_not_left_open() -> None:
-    kept = IdleStreams(Clock().now)
+@pytest.mark.parametrize("sent", [b"", b"mor", b"less"])
+async def test_whoever_announces_nothing_gets_no_other(sent: bytes) -> None:
     async with raw_pair() as (here, there):
-        kept.put("peer", here)
-        taking = asyncio.ensure_future(kept.take("peer"))
-        assert await within(SECONDS, "the question", asked_again(there[0]))
-        taking.cancel()
-        await asyncio.wait({taking})
-        assert await within(SECONDS, "an abort", there[0].read()) == b""
+        there[1].write(sent)
+        there[1].close()
+        assert not await within(SECONDS, "the answer", asked_again(here[0]))
 
 
 async def test_they_are_few_and_not_kept_for_ever() -> None:
