@@ -191,8 +191,9 @@ def vote(member: Member, name: str) -> Call:
     order = exchange.next_order()
     assert isinstance(order, RoundOrder), order
     _standing.payload.random_(0, 256, generator=_standing.generator)
+    counts = exchange.meter.counts()  # before the barrier: behind it another rank's first bytes may be here
     member.barrier()
-    counts, sent = exchange.meter.counts(), bytes_sent(member.interface)
+    sent = bytes_sent(member.interface)
     processes = [os.getpid(), *(daemons() if name == "swarm" else [])]
     cpu = sum(map(cpu_seconds, processes))
     start = time.monotonic()

@@ -247,6 +247,12 @@ class Download:
                 assert self.commit.payload_digest == wire.payload_digest(self.payload[: self.received])
 
 
+async def drain(exchange: Exchange) -> None:
+    """Read an exchange to its end."""
+    while await soon(exchange.next_frame()) is not None:
+        pass
+
+
 class HeldJournal(MemoryJournal):
     """A journal whose disk takes its time: rounds are kept at :meth:`write`, or fail with ``error``."""
 

@@ -13,7 +13,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.refusal import kind_in
 from tests.coordinator.coordinator_rig import eventually, join_request, soon
-from tests.coordinator.test_server import Client, Site, ended, site
+from tests.coordinator.server_rig import Client, Site, ended, site
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from protos.address import Address
 from protos.invite import Invite
 from protos.refusal import BAD_FRAME, BAD_MESSAGE, OVERLOADED, OVERSIZED, STALLED, Refused
 from tests.coordinator.coordinator_rig import DEADLINE, soon
-from tests.coordinator.test_server import TOKEN, Site, code_of, site
+from tests.coordinator.server_rig import TOKEN, Site, code_of, site
 from tests.waiting import free_port
 
 RUN = "run-digest"

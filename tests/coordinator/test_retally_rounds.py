@@ -21,7 +21,7 @@ from optim.slices import Slice
 from protos import atoll_pb2 as pb
 from protos.buckets import LINE_BYTES, Bucket, BucketTable
 from tests.coordinator.coordinator_rig import VirtualTimer, random_payload
-from tests.coordinator.test_sliced_rounds import TABLE, Member, Reef
+from tests.coordinator.sliced_rig import TABLE, Member, Reef
 
 ALWAYS = Effort(64, 10.0)  # every line, in every round
 Spoil = Callable[[bytearray], None]

@@ -21,7 +21,7 @@ from protos.certificate import Credential, made, pem_of, pin_of
 from protos.invite import Invite
 from tests.authority import Authority
 from tests.coordinator.coordinator_rig import DEADLINE, soon
-from tests.coordinator.test_server import TOKEN, Client, Site, code_of, site
+from tests.coordinator.server_rig import TOKEN, Client, Site, code_of, site
 
 OURS = made()
 _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 4, 6, 7, 8  # frames of HTTP/2

@@ -21,8 +21,8 @@ from protos.address import Address
 from protos.listening import ListenError
 from protos.runfile import RunFile
 from tests.coordinator.coordinator_rig import DEADLINE, random_payload, schedule, voted_table
+from tests.coordinator.server_rig import TOKEN, Client
 from tests.coordinator.state_rig import SharedState
-from tests.coordinator.test_server import TOKEN, Client
 
 LOOPBACK = Address("127.0.0.1", 0)
 TABLE = voted_table()

@@ -11,7 +11,7 @@ from coordinator.replay import first_kept
 from coordinator.result import Result, ResultRing
 from protos import atoll_pb2 as pb
 from tests.coordinator.coordinator_rig import Site, random_payload
-from tests.coordinator.test_sliced_rounds import TABLE, Member, Reef
+from tests.coordinator.sliced_rig import TABLE, Member, Reef
 
 
 async def played(rounds: int, count: int = 3) -> Reef:

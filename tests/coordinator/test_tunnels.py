@@ -16,7 +16,7 @@ from protos import wire
 from protos.refusal import TUNNEL, Refused
 from protos.wire import MAX_MESSAGE_BYTES, PEER_END
 from tests.coordinator.coordinator_rig import eventually, soon
-from tests.coordinator.test_server import Client, code_of, site
+from tests.coordinator.server_rig import Client, code_of, site
 
 
 def make_node(name: str, *, session: bool = True) -> Node:

@@ -30,7 +30,7 @@ from protos.invite import Invite
 from protos.version import version_of
 from protos.wire import PROTOCOL
 from tests.coordinator.coordinator_rig import DEADLINE, soon
-from tests.coordinator.test_server import TOKEN, Site, site
+from tests.coordinator.server_rig import TOKEN, Site, site
 from tests.waiting import free_port
 
 HOST = "gpu1.example.org"

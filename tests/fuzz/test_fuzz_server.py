@@ -27,7 +27,7 @@ from tests.coordinator.coordinator_rig import (
     random_payload,
     soon,
 )
-from tests.coordinator.test_server import Client, Site, site
+from tests.coordinator.server_rig import Client, Site, site
 
 # every round waits for all: who is late here is so because of the machine
 PATIENT: dict[str, Any] = {"policy": Policy(120.0, 240.0, 0.6), "adaptive": False}

@@ -33,7 +33,7 @@ from protos import atoll_pb2 as pb
 from protos.address import Address
 from protos.invite import Invite
 from tests.coordinator.coordinator_rig import join_request
-from tests.coordinator.test_server import TOKEN, Site, site
+from tests.coordinator.server_rig import TOKEN, Site, site
 from tests.node.relay import Relay
 
 DEADLINE = 100.0  # seconds of every wait, which a loaded machine may need

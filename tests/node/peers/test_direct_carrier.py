@@ -22,7 +22,7 @@ from protos.address import Address
 from protos.listening import ListenError
 from protos.wire import MAX_MESSAGE_BYTES, PEER_SERVICE
 from tests.coordinator.coordinator_rig import eventually
-from tests.coordinator.test_server import site
+from tests.coordinator.server_rig import site
 from tests.node.peers.carriers_rig import LOOPBACK, RUN, Served, hall, soon
 
 _CHILD = f"""
