@@ -122,9 +122,13 @@ class EventLog:
     def _line(self, event: Event) -> bytes:
         at = datetime.datetime.fromtimestamp(self._clock(), datetime.timezone.utc)
         stamp = at.replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
-        values = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
-        head = {"time": stamp, "who": self.who, "event": type(event).__name__}
-        return json.dumps({**head, **values}, allow_nan=False).encode() + b"\n"
+        values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+        line = {"time": stamp, "who": self.who, "event": type(event).__name__, **values}
+        try:
+            text = json.dumps(line, allow_nan=False)
+        except (TypeError, ValueError):  # a path, or a number that is not finite
+            text = json.dumps(_plain(line), allow_nan=False)
+        return text.encode() + b"\n"
 
     def _trouble(self, reason: str) -> None:
         if not self._warned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from optim.rules import (
     RuleOptions,
     all_usable,
     check_parameter,
-    local_direction,
+    local_directions,
     polar_scale,
     shared_direction,
     state_of,
@@ -109,7 +110,7 @@ class ExchangedOptimizer(EveryStep):
         wait for a few neighbours, with which they are orthogonalised, with or without :meth:`start`."""
         lane = self.lane.of(round_index)
         check_payload(lane, out, "the output of start")
-        self._stream = Stream(round_index, out, self._stacks(), Ready(lane, on_ready))
+        self._stream = Stream(round_index, out, self._stacks, Ready(lane, on_ready))
 
     def completes(self, parameter: Tensor) -> bool:
         """See the base class."""
@@ -154,7 +155,7 @@ class ExchangedOptimizer(EveryStep):
         check_payload(lane, out, "the output of propose")
         stream, self._stream = self._stream, None
         if stream is None or not stream.serves(round_index, out):
-            stream = Stream(round_index, out, self._stacks(), Ready(lane, None))
+            stream = Stream(round_index, out, self._stacks, Ready(lane, None))
         left, gradients = list(stream.left.values()), self._gradients(round_index)
         usable = stream.usable and gradients is not None and all_usable(_of(left, gradients))
         if not self.agree(usable):
@@ -168,17 +169,15 @@ class ExchangedOptimizer(EveryStep):
         """Write the buckets of a stack, all of one group, and update their momenta."""
         options = RuleOptions.of(self.param_groups[stack[0].group])
         if REDUCE[options.rule] == "majority":
-            directions = [
-                [local_direction(self._momentum(item), gradients[item.name], options) for item in pack.items]
-                for pack in stack
-            ]
+            items = [item for pack in stack for item in pack.items]
+            directions = local_directions(
+                [self._momentum(item) for item in items], [gradients[item.name] for item in items], options
+            )
             if options.rule == "vote-polar":
-                views = [
-                    parts[0].view(pack.items[0].view) for parts, pack in zip(directions, stack, strict=True)
-                ]
+                views = [direction.view(item.view) for direction, item in zip(directions, items, strict=True)]
                 flat = [factor.view(-1) for factor in _polar(views, options)]
-            else:
-                flat = [torch.cat([part.view(-1) for part in parts]) for parts in directions]
+            else:  # one bucket
+                flat = [torch.cat([direction.view(-1) for direction in directions])]
             for pack, direction in zip(stack, flat, strict=True):
                 self._pack_signs(stream, pack, direction)
         else:
@@ -286,6 +285,7 @@ class ExchangedOptimizer(EveryStep):
 
     # ------------------------------------------------------------------ details
 
+    @cached_property
     def _stacks(self) -> list[list[Pack]]:
         """The buckets that are written together."""
         found: list[list[Pack]] = []

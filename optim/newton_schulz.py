@@ -36,6 +36,7 @@ STACK_ROWS = 128  # on a CPU, batched products beat a loop only below this many 
 STACK_ELEMENTS = 1 << 25  # bounds the working memory of one stack
 MAX_STEPS = 100
 GRAM_STEPS = 5  # a Gram matrix squares the condition number: with more steps the ordinary form is more exact
+PLAIN_NORMS = (2.0**-30, 2.0**30)  # of which the squares neither overflow nor vanish
 
 
 def iteration_triples(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
@@ -128,15 +129,20 @@ def newton_schulz(
     if x.ndim == 3 and x.device.type == "cpu" and small >= STACK_ROWS:
         options = {"steps": steps, "coefficients": coefficients, "dtype": dtype, "eps": eps, "form": form}
         return torch.stack([newton_schulz(matrix, **options) for matrix in x])  # type: ignore[arg-type]
+    headroom = _headroom(coefficients)
+    if form == "gram" or (form == "auto" and _suits_gram(small, large, steps, dtype)):
+        return _by_gram([x], triples, headroom, eps)[0]
     tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
-    x = _normalise(x, dtype, eps, POLAR_EXPRESS_HEADROOM if coefficients == "polar-express" else 1.0)
-    use_gram = form == "gram" or (
-        form == "auto" and dtype == torch.float32 and large >= 2 * small and steps <= GRAM_STEPS
-    )
-    x = _iterate_on_gram(x, triples) if use_gram else _iterate(x, triples)
+    x = _iterate(_normalise(x.mT if tall else x, dtype, eps, headroom), triples)
     return x.mT if tall else x
+
+
+def _headroom(coefficients: Coefficients) -> float:
+    return POLAR_EXPRESS_HEADROOM if coefficients == "polar-express" else 1.0
+
+
+def _suits_gram(small: int, large: int, steps: int, dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and large >= 2 * small and steps <= GRAM_STEPS
 
 
 def _normalise(x: Tensor, dtype: torch.dtype, eps: float, headroom: float) -> Tensor:
@@ -145,14 +151,34 @@ def _normalise(x: Tensor, dtype: torch.dtype, eps: float, headroom: float) -> Te
         x = x.to(dtype)
         norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     else:
-        # An exact power of two brings the largest entry near 1: squares then neither overflow nor vanish.
-        largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-        _, exponent = torch.frexp(largest)
-        x = (x * torch.ldexp(torch.ones_like(largest), -exponent.clamp(-120, 120))).to(dtype)
+        looks = x.device.type == "cpu" and x.dtype == dtype == torch.float32
+        x = x if looks else _near_one(x).to(dtype)
         norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-        norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-    scaled: Tensor = x / (norm * headroom if headroom != 1.0 else norm)
-    return scaled
+        if looks and not _plain(norm):
+            x = _near_one(x)
+            norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / _scale(norm, headroom)
+
+
+def _scale(norm: Tensor, headroom: float) -> Tensor:
+    """What matrices of such norms are divided by; those of zeros by anything but zero."""
+    norm = torch.where(norm > 0, norm, torch.ones_like(norm))
+    return norm * headroom if headroom != 1.0 else norm
+
+
+def _near_one(x: Tensor) -> Tensor:
+    """Every matrix times the power of two, which is exact, that brings its largest entry near 1: squares then
+    neither overflow nor vanish."""
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    _, exponent = torch.frexp(largest)
+    return x * torch.ldexp(torch.ones_like(largest), -exponent.clamp(-120, 120))
+
+
+def _plain(norms: Tensor) -> bool:
+    """Whether matrices of these norms need no :func:`_near_one`, which changes no bit of the result then. Off
+    the CPU such a look costs more than it saves."""
+    low, high = torch.aminmax(norms)
+    return low.item() >= PLAIN_NORMS[0] and high.item() <= PLAIN_NORMS[1]
 
 
 def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -174,10 +200,60 @@ def _iterate(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     return x
 
 
-def _iterate_on_gram(x: Tensor, triples: Sequence[Triple]) -> Tensor:
-    """The same polynomial, accumulated as an ``m x m`` factor: all its parts commute with the Gram matrix."""
-    product, add_product = _products(x)
-    gram = product(x, x.mT)
+def _by_gram(xs: Sequence[Tensor], triples: Sequence[Triple], headroom: float, eps: float) -> list[Tensor]:
+    """The same polynomial in fp32, accumulated as an ``m x m`` factor: all its parts commute with the Gram
+    matrix. Only that one is scaled, and its trace is the squared norm: the matrices are read twice, as they
+    are.
+
+    ``xs`` is one matrix, or stacks of one shape up to transposition; so are the results.
+    """
+    xs = [x.to(torch.float32) for x in xs]
+    if eps > 0.0:
+        xs = [_normalise(x, torch.float32, eps, headroom) for x in xs]
+        return _times(_factor(_grams(xs), triples), xs)
+    looks = xs[0].device.type == "cpu"
+    xs = xs if looks else [_near_one(x) for x in xs]
+    gram = _grams(xs)
+    norm = _root_of_trace(gram)
+    if looks and not _plain(norm):
+        xs = [_near_one(x) for x in xs]
+        gram = _grams(xs)
+        norm = _root_of_trace(gram)
+    norm = _scale(norm, headroom)
+    return _times(_factor(gram.div_(norm.square()), triples).div_(norm), xs)
+
+
+def _grams(xs: Sequence[Tensor]) -> Tensor:
+    """The Gram matrices of the short sides of all slices."""
+    product, _ = _products(xs[0])
+    small = min(xs[0].shape[-2:])
+    gram = xs[0].new_empty(*([sum(len(x) for x in xs)] if xs[0].ndim == 3 else []), small, small)
+    for x, part in zip(xs, _parts(gram, xs), strict=True):
+        tall = x.shape[-2] > x.shape[-1]
+        product(*((x.mT, x) if tall else (x, x.mT)), out=part)
+    return gram
+
+
+def _times(factor: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Every slice, along its short side, times its factor."""
+    product, _ = _products(factor)
+    return [
+        product(x, part) if x.shape[-2] > x.shape[-1] else product(part, x)
+        for x, part in zip(xs, _parts(factor, xs), strict=True)
+    ]
+
+
+def _parts(factor: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [factor] if len(xs) == 1 else torch.split(factor, [len(x) for x in xs])
+
+
+def _root_of_trace(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[..., None, None]
+
+
+def _factor(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
+    """What all iterations together multiply by; ``gram`` is overwritten."""
+    product, add_product = _products(gram)
     factor, spare, total = (torch.empty_like(gram) for _ in range(3))
     for index, (a, b, c) in enumerate(triples):
         add_product(gram, gram, gram, beta=b, alpha=c, out=factor)
@@ -190,7 +266,7 @@ def _iterate_on_gram(x: Tensor, triples: Sequence[Triple]) -> Tensor:
         else:
             product(factor, total, out=spare)
             total, spare = spare, total
-    return product(total, x)
+    return total
 
 
 def plan_stacks(
@@ -257,16 +333,21 @@ def polar_factors(
 
     # A small matrix on a CPU takes the way of a stack, however many are in it: in a thread of its own, its
     # bits are then the same whatever it is stacked with, so wherever the matrices of a model are shared out.
-    small = matrices[0].device.type == "cpu" and min(matrices[0].shape[-2:]) < STACK_ROWS
+    few, many = sorted(matrices[0].shape[-2:])
+    device = matrices[0].device
+    small = device.type == "cpu" and few < STACK_ROWS
     if len(matrices) == 1 and not small:
         return [iterate(matrices[0]).contiguous()]
-    parts = []
-    for matrix in matrices:
-        part = matrix if matrix.ndim == 3 else matrix.unsqueeze(0)
-        parts.append(part.mT if part.shape[-2] > part.shape[-1] else part)
-    factors = torch.split(iterate(torch.cat(parts)), [part.shape[0] for part in parts])
+    parts = [matrix if matrix.ndim == 3 else matrix.unsqueeze(0) for matrix in matrices]
+    precision = default_dtype(device) if dtype is None else dtype
+    if small and few > 0 and steps > 0 and _suits_gram(few, many, steps, precision):
+        factors = _by_gram(parts, iteration_triples(coefficients, steps), _headroom(coefficients), eps)
+        return [factor.view(matrix.shape) for matrix, factor in zip(matrices, factors, strict=True)]
+    parts = [part.mT if part.shape[-2] > part.shape[-1] else part for part in parts]
     results = []
-    for matrix, factor in zip(matrices, factors, strict=True):
+    for matrix, factor in zip(
+        matrices, torch.split(iterate(torch.cat(parts)), [len(p) for p in parts]), strict=True
+    ):
         factor = factor.mT if matrix.shape[-2] > matrix.shape[-1] else factor
         results.append(factor.reshape(matrix.shape).contiguous())
     return results

@@ -107,22 +107,29 @@ def polar_scale(scaling: Scaling, rows: int, columns: int) -> float:
     return muon_scale("match_rms_adamw", rows, columns) if scaling == "match-rms" else 1.0
 
 
-def local_direction(momentum: Tensor, gradient: Tensor | None, options: RuleOptions) -> Tensor:
-    """Update a momentum that never leaves its node, in place, and return the direction to vote on.
+def local_directions(
+    momenta: list[Tensor], gradients: list[Tensor | None], options: RuleOptions
+) -> list[Tensor]:
+    """Update momenta that never leave their node, in place, and return the directions to vote on.
 
     Args:
-        momentum: fp32, updated to ``beta M + (1 - beta) G``.
-        gradient: same shape; ``None`` counts as zero.
+        momenta: fp32, of one device, updated to ``beta M + (1 - beta) G``.
+        gradients: of the same shapes; ``None`` counts as zero.
 
     Returns:
-        The momentum itself or a new tensor (Nesterov); contiguous.
+        The momenta themselves or new tensors (Nesterov); contiguous.
     """
     beta = options.momentum
-    if gradient is None:
-        momentum.mul_(beta)
-        return momentum.mul(beta) if options.nesterov else momentum
-    momentum.lerp_(gradient, 1.0 - beta)
-    return gradient.lerp(momentum, beta).contiguous() if options.nesterov else momentum
+    found = [gradient for gradient in gradients if gradient is not None]
+    if len(found) < len(gradients):
+        found = [
+            torch.zeros_like(momentum) if gradient is None else gradient
+            for momentum, gradient in zip(momenta, gradients, strict=True)
+        ]
+    torch._foreach_lerp_(momenta, found, 1.0 - beta)
+    if not options.nesterov:
+        return momenta
+    return [direction.contiguous() for direction in torch._foreach_lerp(found, momenta, beta)]
 
 
 def shared_direction(momentum: Tensor, gradient: Tensor, options: RuleOptions) -> Tensor:
@@ -148,13 +155,13 @@ def state_of(rule: Rule, parameter: Tensor) -> dict[str, Tensor]:
 def all_usable(gradients: list[Tensor]) -> bool:
     """Whether every entry is finite and small enough for the moving averages.
 
-    A finite Euclidean norm, the fastest way to read a tensor, says so at once; otherwise extremes decide.
+    Finite Euclidean norms, the fastest way to read tensors, say so at once; otherwise extremes decide.
     """
     if not gradients:
         return True
     device = gradients[0].device
     norms = torch._foreach_norm(gradients)  # of one device in one call
-    if torch.stack([norm.to(device) for norm in norms]).isfinite().all().item():
+    if math.isfinite(torch.stack([norm.to(device) for norm in norms]).sum().item()):
         return True  # the squares did not overflow: no entry is above 2e19
     for gradient in gradients:
         low, high = torch.aminmax(gradient)  # a NaN is passed on

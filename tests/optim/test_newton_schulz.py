@@ -100,10 +100,12 @@ def test_a_zero_slice_does_not_disturb_its_stack() -> None:
     assert torch.equal(polar[0], newton_schulz(x[0])) and torch.equal(polar[2], newton_schulz(x[2]))
 
 
-@pytest.mark.parametrize("exponent", [-100, -60, -1, 1, 60, 120])
+@pytest.mark.parametrize("exponent", [-100, -60, -36, -34, -1, 1, 24, 26, 60, 120])
 @pytest.mark.parametrize("coefficients", ["quintic", "polar-express"])
-def test_powers_of_two_do_not_change_a_bit(exponent: int, coefficients) -> None:
-    x = gaussian(12, 40).clamp(-4, 4)
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (20, 20)])
+def test_powers_of_two_do_not_change_a_bit(shape, exponent: int, coefficients) -> None:
+    # on both sides of PLAIN_NORMS, the norm of x itself is near 2^4.5
+    x = gaussian(*shape).clamp(-4, 4)
     scaled = x * 2.0**exponent
     assert torch.equal(
         newton_schulz(scaled, coefficients=coefficients), newton_schulz(x, coefficients=coefficients)
@@ -115,6 +117,8 @@ def test_magnitudes_at_the_ends_of_float32() -> None:
     polar = newton_schulz(x)
     for scale in (1e-37, 1e-30, 1e30, 1e37):
         torch.testing.assert_close(newton_schulz(x * scale), polar, atol=1e-4, rtol=1e-4)
+        mixed = newton_schulz(torch.stack([x, x * scale]))
+        torch.testing.assert_close(mixed, torch.stack([polar, polar]), atol=1e-4, rtol=1e-4)
     subnormal = torch.full((4, 4), 1e-44)
     assert torch.isfinite(newton_schulz(subnormal)).all() and newton_schulz(subnormal).all()
 
@@ -123,10 +127,12 @@ def test_eps_clamps_the_norm() -> None:
     x = gaussian(6, 6) * 1e-12
     assert newton_schulz(x, eps=1e-7, coefficients="quintic").norm() < 0.1
     assert newton_schulz(x, coefficients="quintic").norm() > 1.0
-    y = gaussian(6, 6)
-    torch.testing.assert_close(
-        newton_schulz(y, eps=1e-7, coefficients="quintic"), newton_schulz(y, coefficients="quintic")
-    )
+    for shape in ((6, 6), (6, 15), (15, 6)):
+        assert newton_schulz(gaussian(*shape) * 1e-12, eps=1e-7, coefficients="quintic").norm() < 0.1
+        y = gaussian(*shape)
+        torch.testing.assert_close(
+            newton_schulz(y, eps=1e-7, coefficients="quintic"), newton_schulz(y, coefficients="quintic")
+        )
 
 
 def test_the_input_is_left_alone() -> None:
@@ -155,6 +161,8 @@ def test_polar_factors_of_a_mixed_stack() -> None:
     for matrix, factor in zip(matrices, factors, strict=True):
         assert factor.shape == matrix.shape and factor.is_contiguous()
         torch.testing.assert_close(factor, newton_schulz(matrix), atol=1e-5, rtol=1e-5)
+        (alone,) = polar_factors([matrix])
+        assert torch.equal(factor, alone)  # whatever it is stacked with
     with pytest.raises(ValueError, match="one shape up to transposition"):
         polar_factors([gaussian(3, 4), gaussian(3, 5)])
 
