@@ -43,7 +43,7 @@ class Calls:
         *,
         seconds: float,
         at_once: bool = False,
-        on_taken: Callable[[bool], None] = lambda taken: None,
+        on_proof: Callable[[bool], None] = lambda good: None,
         on_over: Callable[[], None] = lambda: None,
     ) -> CallStream:
         """The stream of ``call``, once the other side has taken it.
@@ -54,7 +54,7 @@ class Calls:
             diagnose: what a bad status of it means.
             seconds: for the other side to take it.
             at_once: do not wait for that, which is a round trip; a stream that is not taken breaks.
-            on_taken: called with whether it was taken, unless it had been given up before.
+            on_proof: called with true when it has been taken, with false when it has not, or has broken.
             on_over: called when the call has ended, whatever becomes of it.
 
         Raises:
@@ -70,9 +70,9 @@ class Calls:
                 if call.done() and (status := await _failure(call)) is not None:
                     raise diagnose(status)
             except Trouble:
-                on_taken(False)
+                on_proof(False)
                 raise
-            on_taken(True)
+            on_proof(True)
 
         if not at_once:
             try:
@@ -85,7 +85,7 @@ class Calls:
         stream = CallStream(call, peer, explain)
         if at_once:
             self._tasks.start(_broken_unless(taken(), stream), f"taking of a stream to {peer}")
-        self._tasks.start(_seen_to_its_end(call, stream, on_over), f"stream to {peer}")
+        self._tasks.start(_seen_to_its_end(call, stream, on_proof, on_over), f"stream to {peer}")
         return stream
 
 
@@ -104,11 +104,15 @@ async def _failure(call: Call) -> aio.AioRpcError | None:
     return None
 
 
-async def _seen_to_its_end(call: Call, stream: CallStream, on_over: Callable[[], None]) -> None:
+async def _seen_to_its_end(
+    call: Call, stream: CallStream, on_proof: Callable[[bool], None], on_over: Callable[[], None]
+) -> None:
     try:
         await asyncio.wait({stream.closed})
         if stream.trouble is None:
             await seen_out(call)
+        else:
+            on_proof(False)
     finally:
         stream.broke(Trouble(Kind.BROKEN, "the carrier has been closed"))
         call.cancel()

@@ -39,16 +39,16 @@ _Place = tuple[Address, bytes]  # and the certificate of who is there
 class _Connection:
     channel: aio.Channel
     streams: int = 0
-    proven: bool = False  # the last stream that was opened has been taken
+    proven: bool = False  # the stream of which something was heard last was taken, and has not broken
     idle: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     def stands(self) -> bool:
         """Whether a stream can be expected to be taken."""
         return self.proven and self.channel.get_state() is grpc.ChannelConnectivity.READY
 
-    def taken(self, taken: bool) -> None:
-        """A stream has, or has not been taken."""
-        self.proven = taken
+    def prove(self, good: bool) -> None:
+        """A stream has been taken, or it has not, or has broken."""
+        self.proven = good
 
 
 class DirectCarrier:
@@ -132,7 +132,7 @@ class DirectCarrier:
             diagnosis,
             seconds=self._seconds,
             at_once=connection.stands(),
-            on_taken=connection.taken,
+            on_proof=connection.prove,
             on_over=lambda: self._left(place, connection),
         )
 

@@ -201,7 +201,8 @@ async def test_the_death_of_the_process_that_is_called() -> None:
             await soon(stream.read())
         assert trouble.value.passing
         await process.wait()
-        # gRPC tells the channel a moment later than the stream: till then calls go into the old connection.
+        # gRPC tells the channel a moment later than the stream: till then calls go into the old connection,
+        # which has not proved itself any more.
         gone = await refused(caller, peer)
         assert gone.kind in (Kind.BROKEN, Kind.NOBODY_LISTENS) and str(port) in str(gone)
         async with node(listens=False) as other:
