@@ -35,8 +35,8 @@ from bench.exchange_work import (
     swap_bare,
     vote,
 )
-from bench.island_ranks import LOOPBACK, Ranks, world
-from bench.namespaces import INTERFACE, NamespacesUnavailable, address, linked
+from bench.island_ranks import Ranks, world
+from bench.namespaces import INTERFACE, LOOPBACK, NamespacesUnavailable, address, linked
 from bench.processes import started
 from bench.report import Report, median
 from deploy.processes import cpu_seconds

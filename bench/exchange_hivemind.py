@@ -178,7 +178,7 @@ def _peer(seat: Seat) -> None:
     from hivemind.compression import Float16Compression
     from hivemind.utils import get_dht_time
 
-    from bench.island_work import bytes_sent
+    from bench.namespaces import bytes_sent
 
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bench.island_ranks import Member
-from bench.island_work import bytes_sent
-from bench.namespaces import enter
+from bench.namespaces import bytes_sent, enter
 from deploy.processes import cpu_seconds
 from protos.buckets import Bucket, BucketTable, TableSchedule
 

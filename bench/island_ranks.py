@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -27,13 +26,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from bench.namespaces import INTERFACE, enter
+from bench.namespaces import INTERFACE, LOOPBACK, enter
 
 Result = TypeVar("Result")
 
 COLLECTIVE_SECONDS: Final = 120.0  # until a collective without progress fails
 ANSWER_SECONDS: Final = 900.0  # until a run gives up; only a hang reaches it
-LOOPBACK: Final = "lo" if sys.platform.startswith("linux") else "lo0"
 PATIENCE: Final = 3.0  # for the other ranks, once one has failed
 PRELOAD: Final = ["bench.island_work"]
 OLD_NAMES: Final = r"`torch\.distributed\..* is deprecated"  # torch's words for collectives it has renamed

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.island_methods import Method, Size, Trainer, build
 from bench.island_ranks import Member
+from bench.namespaces import bytes_sent
 from node.island.transfer import reduce_scatter_single
 from node.llama import Llama
 
-COUNTERS: Final = Path("/proc/self/net/dev")
 STATUS: Final = Path("/proc/self/status")
 RESET_PEAK: Final = Path("/proc/self/clear_refs")
 NO_COLLECTIVES: Final = ("wait_tensor", "_wrap_tensor_autograd")  # in the same namespace
@@ -109,19 +109,6 @@ def _step(
     into.cpu.append(time.process_time() - cpu)
     member.barrier()
     into.sent.append(bytes_sent(member.interface) - sent)
-
-
-def bytes_sent(interface: str) -> int:
-    """Bytes that have left by an interface of this process's network namespace; 0 where nothing tells."""
-    try:
-        lines = COUNTERS.read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        name, _, counters = line.partition(":")
-        if name.strip() == interface:
-            return int(counters.split()[8])
-    return 0
 
 
 def reduce_seconds(member: Member, size: Size, repeats: int) -> tuple[list[float], list[float]]:

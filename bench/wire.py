@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from bench.namespaces import LOOPBACK, bytes_sent
 from bench.processes import end, started
 from bench.report import Report
 
@@ -24,7 +24,6 @@ NODES: Final = 3
 WARM_ROUNDS: Final = 2
 WAIT: Final = 120.0
 METHODS: Final = ("sign-muon", "ddp-adamw")
-INTERFACES: Final = Path("/proc/net/dev")
 
 Channel = Any  # multiprocessing.Queue, which is not generic at run time
 
@@ -144,13 +143,13 @@ def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier
             assert isinstance(order, RoundOrder) and order.round == number
             if number == WARM_ROUNDS:
                 barrier.wait(WAIT)
-                before, kernel = exchange.bytes_counted(), _loopback_bytes()
+                before, kernel = exchange.bytes_counted(), bytes_sent(LOOPBACK)
                 barrier.wait(WAIT)
             result = exchange.reduce(order, payload)
             assert len(result.voters) == NODES, result.reason
             exchange.report(WorkReport(number, "0" * 32, 1.0, 1024, 0.1, 0.1))
         barrier.wait(WAIT)
-        after, kernel = exchange.bytes_counted(), _loopback_bytes() - kernel
+        after, kernel = exchange.bytes_counted(), bytes_sent(LOOPBACK) - kernel
         barrier.wait(WAIT)
         results.put(
             {
@@ -163,16 +162,3 @@ def _node(index: int, ready: tuple[str, int, str], rounds: int, barrier: Barrier
         )
     finally:
         exchange.close("measured")
-
-
-def _loopback_bytes() -> float:
-    """Bytes sent over the loopback interface so far; 0 where the kernel does not tell."""
-    try:
-        lines = INTERFACES.read_text().splitlines()
-    except OSError:
-        return 0.0
-    for line in lines:
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return float(counters.split()[8])
-    return 0.0

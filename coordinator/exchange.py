@@ -13,7 +13,7 @@ from coordinator.nodes import Node
 from coordinator.result import Result
 from protos.atoll_pb2 import ContributionHeader
 from protos.lane_layout import LaneLayout
-from protos.refusal import BAD_FRAME, BROKEN, OVERSIZED, TRUNCATED, Refused
+from protos.refusal import BAD_FRAME, BROKEN, OVERSIZED, TRUNCATED, Refused, check_length, frame_of
 from protos.wire import END, HEADER, MAX_MESSAGE_BYTES, FrameError, decode_frame
 
 
@@ -110,13 +110,8 @@ class Exchange:
     def _feed(self, message: bytes) -> None:
         if len(message) > MAX_MESSAGE_BYTES:
             self.spent = True
-            raise Refused(
-                OVERSIZED, f"a message of {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are taken"
-            )
-        try:
-            frame = decode_frame(message)
-        except FrameError as error:
-            raise Refused(BAD_FRAME, str(error)) from error
+        check_length(message)
+        frame = frame_of(message)
         self.spent = self.spent or frame.kind == END
         if self.result is None:
             if frame.kind != HEADER:

@@ -16,16 +16,9 @@ from coordinator.manifest import check_manifest, digesting, manifest_of, parse_c
 from coordinator.pool import in_background, in_pool
 from coordinator.reducing import Pool
 from protos.atoll_pb2 import ChunksEnd, ChunksHeader, Manifest
-from protos.refusal import BAD_TRANSFER, OVERSIZED, Refused
+from protos.refusal import BAD_TRANSFER, Refused, check_length, frame_of
 from protos.snapshots import chunk_bytes, chunk_range, chunks
-from protos.wire import (
-    CHUNK,
-    END,
-    MAX_MESSAGE_BYTES,
-    Frame,
-    FrameError,
-    decode_frame,
-)
+from protos.wire import CHUNK, END, Frame
 
 
 class PartialSnapshot:
@@ -314,14 +307,8 @@ class Upload:
             raise
 
     async def _feed(self, message: bytes) -> bool:
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise Refused(
-                OVERSIZED, f"a message of {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are taken"
-            )
-        try:
-            frame = decode_frame(message)
-        except FrameError as error:
-            raise Refused(BAD_TRANSFER, str(error)) from error
+        check_length(message)
+        frame = frame_of(message, BAD_TRANSFER)
         if not self._begun:
             self._partial.accept(self.node, parse_chunks_header(frame))
             self._begun = True

@@ -19,9 +19,9 @@ from protos.address import port_of
 from protos.atoll_pb2 import MeasureReply, ProbeReply, ProbeRequest
 from protos.certificate import MAX_BYTES
 from protos.measuring import MEASURE_BYTES, MEASURE_SECONDS, chunks
-from protos.refusal import BAD_FRAME, BAD_MESSAGE, OVERLOADED, OVERSIZED, STALLED, Refused
+from protos.refusal import BAD_FRAME, BAD_MESSAGE, OVERLOADED, OVERSIZED, STALLED, Refused, frame_of
 from protos.version import version_of
-from protos.wire import CHUNK, END, HEADER, PROTOCOL, FrameError, decode_frame, encode_frame
+from protos.wire import CHUNK, END, HEADER, PROTOCOL, encode_frame
 
 if TYPE_CHECKING:
     from coordinator.run import Run
@@ -172,10 +172,7 @@ class _Upload:
             Refused: too many bytes, or a frame that does not belong there.
         """
         while (message := await self._read()) is not None:
-            try:
-                frame = decode_frame(message)
-            except FrameError as error:
-                raise Refused(BAD_FRAME, str(error)) from error
+            frame = frame_of(message)
             if frame.kind == END:
                 return
             if frame.kind != CHUNK or not frame.body:

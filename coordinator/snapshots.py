@@ -15,10 +15,10 @@ from coordinator.partial_snapshot import PartialSnapshot, Upload
 from coordinator.pool import in_background, in_pool
 from coordinator.reducing import Pool
 from protos.atoll_pb2 import ChunksRequest, Donate, Manifest
-from protos.refusal import BAD_TRANSFER, Refused
+from protos.refusal import BAD_TRANSFER, Refused, frame_of
 from protos.snapshots import chunk_range, chunks, shares
 from protos.units import format_bytes
-from protos.wire import CHUNK, CHUNK_BYTES, END, HEADER, FrameError, decode_frame, encode_frame
+from protos.wire import CHUNK, CHUNK_BYTES, END, HEADER, encode_frame
 
 log = logging.getLogger(__name__)
 
@@ -183,10 +183,7 @@ class Snapshots:
         Raises:
             Refused: the snapshot is not being made, or the node is no donor of it.
         """
-        try:
-            header = parse_chunks_header(decode_frame(first))
-        except FrameError as error:
-            raise Refused(BAD_TRANSFER, str(error)) from error
+        header = parse_chunks_header(frame_of(first, BAD_TRANSFER))
         if self.gathering is None or self.gathering.id != header.snapshot:
             raise Refused(
                 BAD_TRANSFER,

@@ -166,7 +166,7 @@ def coordinator(
             metavar="FILE", help="A certificate, PEM, instead of one made and kept with the journal."
         ),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.")] = None,
+    tls_key: TlsKeyOption = None,
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from deploy.errors import UserError
-from deploy.options import Json, RunFilePath, Sets
+from deploy.options import Json, MethodIfGiven, RunFilePath, Sets
 from deploy.terminal import console
-from protos.methods import PRESETS
 
 run_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write and check run files.")
 
@@ -22,7 +21,7 @@ def run_init(
         "run.toml"
     ),
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    method: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}.")] = None,
+    method: MethodIfGiven = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes to wait for before the first round.")] = None,
     rounds: Annotated[
         int | None,

@@ -11,9 +11,9 @@ from coordinator.service import Watching
 from coordinator.tokens import TokenBook
 from deploy.errors import UserError
 from deploy.event_words import sentence
+from deploy.options import OFF
 from protos.address import Address
 
-OFF: Final = "off"
 DEFAULT: Final = Address("127.0.0.1", PORT)
 SHORTEST: Final = 16  # characters of an admin token
 

@@ -18,11 +18,11 @@ from typing import Final, TypeAlias
 
 from deploy.errors import UserError
 from deploy.event_log import Event, EventLog
+from deploy.options import OFF
 from node.events import Started
 
 Listening: TypeAlias = AbstractContextManager[Callable[[Event], None]]
 
-OFF: Final = "off"
 PARENT: Final = Path("atoll-logs")
 ROUNDS: Final = "rounds.csv"
 EVENTS: Final = "events.jsonl"
@@ -36,8 +36,8 @@ class LogFolder:
 
     Attributes:
         own: a folder that the process has anyway: of its checkpoints, or its journal.
-        parent: ``None``: ``own`` if there is one, else a new folder in :data:`PARENT`; :data:`OFF`: nowhere;
-            else a new folder in this one.
+        parent: ``None``: ``own`` if there is one, else a new folder in :data:`PARENT`;
+            :data:`~deploy.options.OFF`: nowhere; else a new folder in this one.
     """
 
     own: Path | None = None

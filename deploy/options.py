@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from protos.methods import PRESETS
+
+OFF: Final = "off"  # instead of a place: nothing is served or kept
 
 RunFilePath = Annotated[Path, typer.Argument(metavar="FILE", help="The run file, TOML.")]
 InviteText = Annotated[
@@ -31,7 +33,9 @@ TlsCertOption = Annotated[
     typer.Option(metavar="FILE", help="Certificate of this machine, for a coordinator that asks for one."),
 ]
 TlsKeyOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.")]
-MethodOption = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
+_METHODS: Final = f"{', '.join(PRESETS)}."
+MethodOption = Annotated[str, typer.Option(help=_METHODS)]
+MethodIfGiven = Annotated[str | None, typer.Option(help=_METHODS)]
 Sets = Annotated[
     list[str] | None,
     typer.Option(

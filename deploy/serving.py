@@ -23,6 +23,7 @@ from deploy.event_log import EventLog
 from deploy.invitation import advertised_host, handed_over
 from deploy.logs import KeptLogs, LogFolder
 from deploy.narration import Narrator
+from deploy.options import OFF
 from deploy.run_table import RunTable
 from deploy.status import StatusClient
 from deploy.table import ways
@@ -36,7 +37,6 @@ from protos.tls import remember
 
 log = logging.getLogger("atoll.coordinator")
 
-OFF = "off"
 WHO: Final = "coordinator"  # in logs
 UNKNOWN: Final = "TOKEN"  # where the secret of an invite is not known
 INSECURE_WORDS: Final = (

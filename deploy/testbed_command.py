@@ -23,6 +23,7 @@ testbed_app = typer.Typer(
     subcommand_metavar="[link|show]",
 )
 
+_TimeFromNow = Annotated[str, typer.Option(metavar="TIME", help="From now on, one way.")]
 BedOption = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="Which test bed, if several run: that of this --out."),
@@ -127,8 +128,8 @@ def link(
     down: Annotated[bool, typer.Option("--down", help="Cut it.")] = False,
     up: Annotated[bool, typer.Option("--up", help="Heal it.")] = False,
     rate: Annotated[str, typer.Option(metavar="RATE", help="From now on, both ways.")] = "",
-    delay: Annotated[str, typer.Option(metavar="TIME", help="From now on, one way.")] = "",
-    jitter: Annotated[str, typer.Option(metavar="TIME", help="From now on, one way.")] = "",
+    delay: _TimeFromNow = "",
+    jitter: _TimeFromNow = "",
     loss: Annotated[str, typer.Option(metavar="SHARE", help="From now on, one way.")] = "",
     reset: Annotated[bool, typer.Option("--reset", help="Back to its shape at the start.")] = False,
     out: BedOption = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from protos.wire import REFUSAL_KEY
+from protos.wire import MAX_MESSAGE_BYTES, REFUSAL_KEY, Frame, FrameError, Message, decode_frame
 
 Code = Literal[
     "INVALID_ARGUMENT",
@@ -72,6 +72,28 @@ class Refused(Exception):
         self.kind = kind
         self.text = text
         self.code: Code = code
+
+
+def check_length(message: Message) -> None:
+    """Of a message on a stream of bytes.
+
+    Raises:
+        Refused: it is longer than any may be.
+    """
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise Refused(OVERSIZED, f"a message of {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+
+
+def frame_of(message: Message, kind: str = BAD_FRAME) -> Frame:
+    """The frame that a peer has sent.
+
+    Raises:
+        Refused: of ``kind``; the message is no frame, see :func:`protos.wire.decode_frame`.
+    """
+    try:
+        return decode_frame(message)
+    except FrameError as error:
+        raise Refused(kind, str(error)) from error
 
 
 def kind_in(metadata: Any) -> str:

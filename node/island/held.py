@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -24,19 +24,12 @@ def held(model: nn.Module) -> Iterator[None]:
     Raises:
         LayoutError: for a tensor that is divided between ranks.
     """
-    kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-    try:
+    with ExitStack() as stack:
         for _, unit in units_of(model):
             for group in unit.groups:
-                for index, sites in enumerate(group.sites):
-                    parameter = _held(group, index)
-                    for module, attribute in sites:
-                        kept.append((module, attribute, module._parameters[attribute]))
-                        module._parameters[attribute] = parameter
+                parts = [_held(group, index) for index in range(len(group.sites))]
+                stack.enter_context(group.holding(parts))
         yield
-    finally:
-        for module, attribute, before in reversed(kept):
-            module._parameters[attribute] = before
 
 
 def _held(group: ParamGroup, index: int) -> nn.Parameter:

@@ -9,8 +9,8 @@ that the layout divides has one rank to which it is gathered for the step.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from node.island.layout import LayoutError
 from node.island.runtime import units_of
 from node.island.state import sharded_parameters
-from node.island.unit import ParamGroup, ShardedParameter
+from node.island.unit import ShardedParameter
 from optim.roles import ParameterRole, Role, classify
 
 
@@ -145,25 +145,11 @@ def route(
 def _global_roles(
     model: nn.Module, overrides: Mapping[str, Role] | None, blocks: Mapping[str, int] | None
 ) -> dict[str, ParameterRole]:
-    groups = [group for _, unit in units_of(model) for group in unit.groups]
-    with _global_shapes(groups):
+    with ExitStack() as stack:
+        for _, unit in units_of(model):
+            for group in unit.groups:  # unsharded they have the global shapes, whatever their memory
+                stack.enter_context(group.holding(group.buffer.unsharded))
         return {role.name: role for role in classify(model, overrides=overrides, blocks=blocks)}
-
-
-@contextmanager
-def _global_shapes(groups: Sequence[ParamGroup]) -> Iterator[None]:
-    """Let modules hold the unsharded parameters, whose shapes are the global ones, whatever their memory."""
-    kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-    try:
-        for group in groups:
-            for sites, parameter in zip(group.sites, group.buffer.unsharded, strict=True):
-                for module, attribute in sites:
-                    kept.append((module, attribute, module._parameters[attribute]))
-                    module._parameters[attribute] = parameter
-        yield
-    finally:
-        for module, attribute, before in reversed(kept):
-            module._parameters[attribute] = before
 
 
 def _matrices(entry: ShardedParameter, role: ParameterRole) -> list[Matrix]:

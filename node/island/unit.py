@@ -9,7 +9,7 @@ reduced when the backward of all its calls is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -154,11 +154,22 @@ class ParamGroup:
                 self._watched.add(id(parameter))
                 cast(Any, parameter).register_post_accumulate_grad_hook(arrived)
 
-    def install(self, parameters: list[nn.Parameter]) -> None:
+    def install(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put these parameters into the modules."""
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for module, attribute in sites:
                 module._parameters[attribute] = parameter
+
+    @contextmanager
+    def holding(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Within this context the modules hold these parameters; afterwards those that they held before."""
+        before = [(holder, name, holder._parameters[name]) for sites in self.sites for holder, name in sites]
+        try:
+            self.install(parameters)
+            yield
+        finally:
+            for holder, name, parameter in before:
+                holder._parameters[name] = parameter
 
     def prepare(self) -> None:
         """Issue the first stage of a gather, which needs no whole buffer."""

@@ -12,7 +12,8 @@ import pytest
 
 from coordinator.events import NodeReported, RoundCommitted
 from deploy.event_log import EventLog
-from deploy.logs import EVENTS, OFF, PARENT, ROUNDS, KeptLogs, LogFolder
+from deploy.logs import EVENTS, PARENT, ROUNDS, KeptLogs, LogFolder
+from deploy.options import OFF
 from deploy.run_table import RunTable
 from deploy.writers import CsvWriter, Feed
 from node.events import Notice, RoundDone, Started

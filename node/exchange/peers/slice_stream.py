@@ -10,8 +10,8 @@ from node.exchange.peers.slice_contribution import SliceContribution
 from node.exchange.peers.slice_reducer import SliceReducer
 from node.exchange.peers.uplink import Uplink
 from protos.frame_log import FrameReader
-from protos.refusal import BAD_FRAME, OVERSIZED, TRUNCATED, Refused
-from protos.wire import MAX_MESSAGE_BYTES, FrameError, Message, decode_frame
+from protos.refusal import OVERSIZED, TRUNCATED, Refused, check_length, frame_of
+from protos.wire import MAX_MESSAGE_BYTES, Message
 
 _SPARE_BYTES: Final = 4 * MAX_MESSAGE_BYTES  # of frames around a contribution that does not count
 
@@ -117,20 +117,13 @@ class SliceStream:
 
     def _feed(self, message: Message) -> None:
         contribution = self._contribution
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise Refused(
-                OVERSIZED, f"a message of {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are taken"
-            )
+        check_length(message)
         if contribution is None or not contribution.wanted:
             self._ignored += len(message)
             if self._ignored > self.reducer.part.nbytes + _SPARE_BYTES:
                 raise Refused(OVERSIZED, "far more came than a contribution that is ignored can have")
             return
-        try:
-            frame = decode_frame(message)
-        except FrameError as error:
-            raise Refused(BAD_FRAME, str(error)) from error
-        contribution.feed(frame)
+        contribution.feed(frame_of(message))
         self.reducer.delivered(self.sender, contribution)
 
     def _check_whole(self, contribution: SliceContribution) -> None:
