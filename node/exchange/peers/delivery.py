@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from node.exchange.filling import Withdrawn
 from node.exchange.link import STATUS_SECONDS
@@ -142,24 +142,14 @@ class Delivery:
                 return False
 
     def stop(self, *, politely: bool = False) -> None:
-        """Nothing is written to the result any more. ``politely``: the stream is ended as it should be, in
-        the background."""
+        """Nothing is written to the result any more. ``politely``: a stream whose result is here may come to
+        its proper end, in the background: its reducer ends it once it knows of the commit as well."""
         self._over = True
         if self._upload is not None:
             self._upload.deafen()
-        if politely and self.sent and not self._task.done():
-            _keep(asyncio.ensure_future(self._see_out()))
+        if politely and self.sent:
+            asyncio.get_running_loop().call_later(STATUS_SECONDS, self._task.cancel)  # which it holds as well
         else:
-            self._task.cancel()
-
-    async def _see_out(self) -> None:
-        assert self._upload is not None
-        try:
-            await within(STATUS_SECONDS, "the end of a stream", self._upload.end())
-            await asyncio.wait({self._task}, timeout=STATUS_SECONDS)
-        except Trouble:
-            pass  # it has broken: there is nothing to end
-        finally:
             self._task.cancel()
 
     async def _run(self) -> None:
@@ -264,11 +254,3 @@ class Delivery:
         self._failures += 1
         timing = self._means.timing
         await timing.sleep(timing.backoff.pause(self._failures, timing.uniform()))
-
-
-_ENDING: set[asyncio.Future[Any]] = set()  # asyncio itself holds tasks weakly
-
-
-def _keep(task: asyncio.Future[Any]) -> None:
-    _ENDING.add(task)
-    task.add_done_callback(_ENDING.discard)

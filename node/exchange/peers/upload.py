@@ -219,14 +219,6 @@ class SliceUpload:
         """What comes from now on is of no use, and is written nowhere."""
         self._deaf = True
 
-    async def end(self) -> None:
-        """End this direction, once all is sent; :meth:`run` ends when the reducer ends the other.
-
-        Raises:
-            Trouble: the stream broke.
-        """
-        await self._stream.end()
-
     async def _write(self) -> None:
         with ExitStack() as moving:
             await self._send(moving)
