@@ -112,7 +112,8 @@ async def _upload(
         offset, end = 0, 0 if payload is None else len(payload)
         size = chunk_bytes(end)
         while payload is not None and offset < end:
-            final = await _final(filling, min(offset + LEAST_BYTES, end), end, over)
+            due = offset + LEAST_BYTES
+            final = await _final(filling, due if due < end else end + 1, end, over)  # its end: with the last
             if over.is_set():
                 break
             chunk = payload[offset : chunk_stop(offset, size, final)]
