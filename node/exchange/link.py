@@ -21,7 +21,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.address import Address
 from protos.certificate import CertificateError
-from protos.grpc_options import BULK_OPTIONS, DIAL_OPTIONS
+from protos.grpc_options import DIAL_OPTIONS
 from protos.identity import NodeKey
 from protos.invite import Invite
 from protos.refusal import OLD_VERSION, kind_in
@@ -113,7 +113,7 @@ class Link:
         way = channel_by(self._pin, self._tls)
         if way is not None:
             self._control = way.open_aio(self.address, DIAL_OPTIONS)
-            self._bulk = way.open_aio(self.address, BULK_OPTIONS)
+            self._bulk = way.open_aio(self.address, DIAL_OPTIONS)
 
     async def _opened(self) -> aio.Channel:
         """The channel for control, once the certificate is known."""
