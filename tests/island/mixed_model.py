@@ -91,7 +91,11 @@ class Soap(torch.optim.Optimizer):
                 state["left"].lerp_(gradient @ gradient.T, 0.1)
                 state["right"].lerp_(gradient.T @ gradient, 0.1)
                 if state["step"] % 2 == 0:
-                    state["bases"] = tuple(torch.linalg.eigh(state[key])[1] for key in ("left", "right"))
+                    # eigh's lie column by column, and a checkpoint gives everything back row by row: on some
+                    # processors a product of the same numbers has other last bits then.
+                    state["bases"] = tuple(
+                        torch.linalg.eigh(state[key])[1].contiguous() for key in ("left", "right")
+                    )
                 state["step"] += 1
                 left, right = state["bases"]
                 rotated = left.T @ gradient @ right

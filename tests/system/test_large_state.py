@@ -123,16 +123,18 @@ def test_a_state_of_5_gb_passes_with_less_than_200_mb(bed: Any) -> None:
         hub = bed.coordinator.pid
         with Peaks(hub, "self") as peaks:
             Handover(ours, Alone(), donor).donate(give, digest, told.put)
+            assert told.get(timeout=DEADLINE) == ""  # else nobody would ever order the download
             take = joiner.next_order()
             assert isinstance(take, LoadOrder) and take.round == give.round
-            assert told.get(timeout=DEADLINE) == ""
             taking = Handover(theirs, Alone(), joiner)
             taking.download(take)
             assert taking.load(take) == digest
         assert torch.equal(received, piece)
         assert peaks.grown(hub) < EXTRA, "coordinator"
-        # Two nodes and their test share this process and its allocator, which has kept a gigabyte of what was
-        # freed where the cores were taken. A node that held the state would have the whole of it.
+        # Two nodes and their test share this process and its allocator. gRPC reads ahead of a download by its
+        # estimate of bandwidth times delay, and where the cores are taken that delay is the reader's: 260 MB
+        # beside four busy processes, and glibc keeps as much again of what was freed. A node that held the
+        # state would have the whole of it.
         assert peaks.grown("self") < STATE / 2, "two nodes"
         for counted in (donor.meter.total("up"), joiner.meter.total("down")):
             assert ours.nbytes <= counted < ours.nbytes * 1.001 + MEBIBYTE
