@@ -1,6 +1,8 @@
 """The link: the gRPC channels of a node to its coordinator, and the calls it makes on them, metered.
 
 Control and bulk travel on separate connections: a slow uplink full of payload must not delay heartbeats.
+Downloads of what is stored have one of their own as well, with another window
+(:data:`~protos.grpc_options.DOWNLOAD_OPTIONS`); it is connected with the first of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.address import Address
 from protos.certificate import CertificateError
-from protos.grpc_options import DIAL_OPTIONS
+from protos.grpc_options import DIAL_OPTIONS, DOWNLOAD_OPTIONS
 from protos.identity import NodeKey
 from protos.invite import Invite
 from protos.refusal import OLD_VERSION, kind_in
@@ -99,6 +101,7 @@ class Link:
         self.traffic = counter.traffic
         self._control: aio.Channel | None = None
         self._bulk: aio.Channel | None = None
+        self._downloads: aio.Channel | None = None
         self._former: list[aio.Channel | None] = []
 
     @property
@@ -109,11 +112,12 @@ class Link:
     def open(self) -> None:
         """Make the channels; connecting happens with the first call. If this process has not seen the
         coordinator's certificate yet, that has to be one of get_run and join."""
-        self._control = self._bulk = None
+        self._control = self._bulk = self._downloads = None
         way = channel_by(self._pin, self._tls)
         if way is not None:
             self._control = way.open_aio(self.address, DIAL_OPTIONS)
             self._bulk = way.open_aio(self.address, DIAL_OPTIONS)
+            self._downloads = way.open_aio(self.address, DOWNLOAD_OPTIONS)
 
     async def _opened(self) -> aio.Channel:
         """The channel for control, once the certificate is known."""
@@ -155,7 +159,7 @@ class Link:
 
         Those that have begun end by themselves: cancelled ones would look as if their callers gave up.
         """
-        self._former += (self._control, self._bulk)
+        self._former += (self._control, self._bulk, self._downloads)
         self.address = address
         self.open()
 
@@ -167,7 +171,7 @@ class Link:
 
     async def close(self) -> None:
         """End all connections and every call on them."""
-        for channel in (self._control, self._bulk, *self._former):
+        for channel in (self._control, self._bulk, self._downloads, *self._former):
             if channel is not None:
                 await channel.close(None)
 
@@ -257,8 +261,8 @@ class Link:
     def _stored(
         self, name: str, secret: str, request: Message, kind: meter.Kind
     ) -> aio.UnaryStreamCall[bytes, bytes]:
-        assert self._bulk is not None
-        method = self._bulk.unary_stream(
+        assert self._downloads is not None
+        method = self._downloads.unary_stream(
             f"/{wire.BULK_SERVICE}/{name}",
             request_serializer=self._counter("up", kind),
             response_deserializer=self._counter("down", kind),

@@ -131,11 +131,11 @@ def test_a_state_of_5_gb_passes_with_less_than_200_mb(bed: Any) -> None:
             assert taking.load(take) == digest
         assert torch.equal(received, piece)
         assert peaks.grown(hub) < EXTRA, "coordinator"
-        # Two nodes and their test share this process and its allocator. gRPC reads ahead of a download by its
-        # estimate of bandwidth times delay, and where the cores are taken that delay is the reader's: 260 MB
-        # beside four busy processes, and glibc keeps as much again of what was freed. A node that held the
-        # state would have the whole of it.
-        assert peaks.grown("self") < STATE / 2, "two nodes"
+        # Two nodes and their test share this process. A download reads ahead by the window of
+        # DOWNLOAD_OPTIONS; what a thread of gRPC has read is freed into that thread's arena, and glibc keeps
+        # some of it: 360 MB in all beside six busy processes, 180 to 280 beside two. A node that held
+        # the state would have the whole of it.
+        assert peaks.grown("self") < STATE / 10, "two nodes"
         for counted in (donor.meter.total("up"), joiner.meter.total("down")):
             assert ours.nbytes <= counted < ours.nbytes * 1.001 + MEBIBYTE
     finally:
