@@ -7,6 +7,7 @@ before the digest of the whole state, made anew from the stored bytes, is the on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import xxhash
 from google.protobuf.message import DecodeError
@@ -19,6 +20,8 @@ from protos.atoll_pb2 import ChunksEnd, ChunksHeader, Manifest
 from protos.refusal import BAD_TRANSFER, Refused, check_length, frame_of
 from protos.snapshots import chunk_bytes, chunk_range, chunks
 from protos.wire import CHUNK, END, Frame
+
+COPIED: Final = 20e6  # bytes a second at which even a busy disk takes the copy that a donor uploads from
 
 
 class PartialSnapshot:
@@ -37,7 +40,8 @@ class PartialSnapshot:
             why it has failed.
 
     Attributes:
-        waiting: donors whose share is not complete, and when they last moved.
+        waiting: donors whose share is not complete, and when they last moved; before its upload begins,
+            when a donor should have copied its share.
         received: bytes so far.
         manifest: of the snapshot; ``None`` before the first donor has begun.
         ended: in words, why nothing more is taken; empty while it goes on.
@@ -60,7 +64,7 @@ class PartialSnapshot:
         self.round = round_index
         self.nbytes = nbytes
         self.shares = dict(shares)
-        self.waiting = dict.fromkeys(shares, now())
+        self.waiting = {node: now() + self._share_bytes(node) / COPIED for node in shares}
         self.received = 0
         self.manifest: Manifest | None = None
         self.ended = ""
@@ -98,6 +102,10 @@ class PartialSnapshot:
             )
         self._uploads[node] = Upload(self, node)
         return self._uploads[node]
+
+    def _share_bytes(self, node: str) -> int:
+        start, stop = chunk_range(self.nbytes, *self.shares[node])
+        return stop - start
 
     # --------------------------------------------------------------------------------------------- uploads
 

@@ -16,7 +16,7 @@ import pytest
 
 from bench.fuzzing.streams import InlinePool
 from coordinator.chunk_store import ChunkStore, FileChunkStore, MemoryChunkStore
-from coordinator.partial_snapshot import Upload
+from coordinator.partial_snapshot import COPIED, Upload
 from coordinator.snapshots import PAUSES, Snapshot, Snapshots
 from protos import atoll_pb2 as pb
 from protos.refusal import Refused
@@ -311,6 +311,17 @@ async def test_a_donor_is_lost_and_the_others_are_told(loss: str) -> None:
     await case.make(6)  # the next one is not harmed
 
 
+async def test_a_donor_has_time_to_copy_a_large_share_before_it_begins() -> None:
+    case = Case()
+    large = STALL * COPIED
+    case.snapshots.begin(5, round(2 * large), ("x", "y"))
+    case.timer.advance(2 * STALL - 1)
+    assert case.snapshots.sweep() == ()
+    case.timer.advance(1.001)  # shares are whole chunks, so one is somewhat larger
+    assert case.snapshots.sweep() == ("y",)
+    await case.fails("y sent no chunks for 60 s")
+
+
 async def test_a_donor_may_pause_while_its_contribution_moves() -> None:
     case = Case()
     case.begin()
@@ -318,7 +329,7 @@ async def test_a_donor_may_pause_while_its_contribution_moves() -> None:
         case.timer.advance(STALL)
         case.moved = {"x": case.timer.now(), "y": case.timer.now()}
         assert case.snapshots.sweep() == ()
-    case.timer.advance(STALL)
+    case.timer.advance(STALL + 1)  # the first seconds are for copying
     case.moved = dict.fromkeys("xy", case.timer.now())
     assert case.snapshots.sweep() == ("x", "y")
 
