@@ -3,175 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
-from coordinator.events import NodeExpelled, NodeSuspected, RoundCommitted, SliceDisputed
+from coordinator.events import RoundCommitted, SliceDisputed
 from coordinator.inquiry import Inquiries, Reduced
-from coordinator.metrics import Metrics
 from coordinator.retally import Effort
-from coordinator.suspicion import Thresholds
 from coordinator.topology import Assigned
-from optim.aggregate import casting_voter
 from optim.bits import tally
 from optim.slices import Slice
 from protos import atoll_pb2 as pb
 from protos.buckets import LINE_BYTES, Bucket, BucketTable
-from tests.coordinator.coordinator_rig import VirtualTimer, random_payload
-from tests.coordinator.sliced_rig import TABLE, Member, Reef
-
-ALWAYS = Effort(64, 10.0)  # every line, in every round
-Spoil = Callable[[bytearray], None]
-
-
-def invert(data: bytearray) -> None:
-    for index in range(len(data)):
-        data[index] ^= 0xFF
-
-
-def invert_half(data: bytearray) -> None:
-    half = data[: len(data) // 2]
-    invert(half)
-    data[: len(half)] = half
-
-
-class Witness(Member):
-    """A node with a contribution, which answers questions about it.
-
-    Attributes:
-        sent: its contribution.
-        lie: what it does to the results of its slices.
-        says: what it does to lines of its contribution when it is asked for them.
-        shows: what it does to lines that it was sent, when it is asked as their reducer.
-        silent: it answers no questions.
-    """
-
-    sent = b""
-    lie: Spoil | None = None
-    says: Spoil | None = None
-    shows: Spoil | None = None
-    silent = False
-
-    def drain(self) -> None:
-        """Also answer what it was asked."""
-        waiting = self.outbox._messages
-        while waiting and waiting[0].WhichOneof("kind") in ("topology", "reduce", "retally"):
-            message = waiting.popleft()
-            if message.HasField("topology"):
-                self._revise(message.topology)
-            elif message.HasField("reduce"):
-                self.reduces = message.reduce
-            else:
-                self.asked.append(message.retally)
-
-    asked: list[pb.Retally]
-
-
-class Shoal(Reef):
-    """Whose nodes really have contributions; what they reduce is made here."""
-
-    nodes: list[Witness]  # type: ignore[assignment]
-
-    def __init__(self, count: int = 4, **plan: Any) -> None:
-        super().__init__(count, **{"effort": ALWAYS, "rounds": 64, **plan})
-        self.run.training.inquiries.chance = random.Random(7)
-
-    def join(self, direct: str = "", **changes: Any) -> Witness:
-        node = Witness(self.hub, endpoint=pb.Endpoint(direct=direct), **changes)
-        node.asked = []
-        node.sent = random_payload(len(self.nodes), TABLE)
-        self.nodes.append(node)
-        return node
-
-    def by(self, name: str) -> Witness:
-        return next(node for node in self.nodes if node.id == name)
-
-    def contributions(self, voters: Sequence[str]) -> list[bytes]:
-        return [self.by(name).sent for name in voters]
-
-    def result(self) -> bytes:
-        """As the present reducers make it."""
-        order = self.by(self.nodes[0].slices()[0].reducer).reduces
-        assert order is not None
-        rows = [np.frombuffer(row, np.uint8) for row in self.contributions(order.voters)]
-        true = bytes(tally(rows, casting=casting_voter(order.round, len(rows))))
-        made = b""
-        for part in self.nodes[0].slices():
-            own = bytearray(true[part.out_start : part.out_end])
-            if (lie := self.by(part.reducer).lie) is not None:
-                lie(own)
-            made += own
-        return made
-
-    def reduced(self, voters: Sequence[str] | None = None) -> None:
-        """All slices are reduced, and all nodes hold the result."""
-        for node in self.nodes:
-            node.drain()
-        self.reduce(voters=voters)
-        active = self.run.active
-        if active is not None:
-            for node in self.nodes:
-                node.holds(active.round, len(node.slices()))
-
-    def answer(self, node: Witness) -> None:
-        """Everything that it has been asked."""
-        node.drain()
-        while node.asked and not node.silent:
-            order = node.asked.pop(0)
-            shown = pb.Shown(round=order.round, question=order.question)
-            result = cut(self.result(), order.out_lines)
-            if order.received:
-                assert node.reduces is not None
-                for row in self.contributions(node.reduces.voters):
-                    lines = bytearray(cut(row, order.lines))
-                    if node.shows is not None:
-                        node.shows(lines)
-                    shown.received.append(bytes(lines))
-                shown.result = result
-            else:
-                lines = bytearray(cut(node.sent, order.lines))
-                if node.says is not None:
-                    node.says(lines)
-                shown.contribution, shown.result = bytes(lines), result
-            node.say(shown=shown)
-
-    def answered(self) -> None:
-        """Until nobody is asked any more."""
-        for _ in range(3):
-            for node in self.nodes:
-                self.answer(node)
-
-    async def played(self) -> list[pb.Commit]:
-        """A round from its opening to its commit."""
-        index = self.run.round
-        await self.begin(index)
-        self.reduced()
-        self.answered()
-        self.reduced()  # others may have had to reduce it again
-        self.answered()
-        return await self.committed(index)
-
-    async def committed(self, index: int) -> list[pb.Commit]:
-        commits = [await node.committed() for node in self.nodes]
-        for node in self.nodes:
-            node.report(index, f"state-{index + 1}")
-        return commits
-
-    def outcomes(self) -> dict[str, float]:
-        families = Metrics(self.hub).registry.collect()
-        samples = [sample for family in families for sample in family.samples]
-        return {
-            sample.labels["outcome"]: sample.value
-            for sample in samples
-            if sample.name == "atoll_retallies_total" and sample.value
-        }
-
-
-def cut(data: bytes, lines: Sequence[int]) -> bytes:
-    return b"".join(data[LINE_BYTES * line : LINE_BYTES * (line + 1)] for line in lines)
+from tests.coordinator.coordinator_rig import VirtualTimer
+from tests.coordinator.retally_rig import ALWAYS, Shoal, cut, invert
+from tests.coordinator.sliced_rig import TABLE
 
 
 async def test_nothing_is_announced_before_drawn_lines_have_been_made_again() -> None:
@@ -218,124 +64,6 @@ async def test_a_round_that_is_not_drawn_waits_for_nobody() -> None:
     assert len(reef.told(RoundCommitted)) == 1 and not reef.nodes[0].asked and not reef.outcomes()
 
 
-@pytest.mark.parametrize("expel", [0.0, 1.2])
-async def test_a_reducer_that_lies_is_named_and_reduces_no_more(expel: float) -> None:
-    reef = Shoal(thresholds=Thresholds(expel=expel))
-    liar = reef.nodes[1]
-    liar.lie = invert
-    await reef.begin()
-    reef.reduced()
-    reef.answered()
-    (found,) = reef.told(SliceDisputed)
-    assert (found.node, found.outcome, found.against) == (liar.id, "lied", ())
-    assert not reef.told(RoundCommitted), "the round goes on without what it has made"
-    for node in reef.nodes:
-        node.drain()
-        assert liar.id not in [part.reducer for part in node.slices()]
-    reef.reduced()
-    reef.answered()
-    (committed,) = reef.told(RoundCommitted)
-    assert liar.id in committed.voters and reef.outcomes() == {"lied": 1, "clear": 1}
-    (suspected,) = reef.told(NodeSuspected)
-    assert (suspected.node, suspected.cause, suspected.score) == (liar.id, "lies", 2.0)
-    assert suspected.action == ("expel" if expel else "warn")
-    assert [event.node for event in reef.told(NodeExpelled)] == ([liar.id] if expel else [])
-    if expel:
-        return
-    await reef.committed(0)
-    for _ in range(10):  # longer than one that has failed is spared
-        commits = await reef.played()
-        assert liar.id not in [part.reducer for part in commits[0].slices]
-    assert len(reef.told(SliceDisputed)) == 1
-
-
-async def test_votes_that_a_reducer_makes_up_are_contradicted_by_those_who_cast_them() -> None:
-    reef = Shoal()
-    liar = reef.nodes[2]
-    liar.lie = liar.shows = invert  # consistent in itself
-    await reef.played()
-    (found,) = reef.told(SliceDisputed)
-    assert found.outcome == "disputed" and set(found.against) == {"node-0", "node-1", "node-3"}
-    (suspected,) = reef.told(NodeSuspected)
-    assert (suspected.node, suspected.cause) == ("node-2", "lies")
-    assert "node-0, node-1, node-3 contradict it" in suspected.reason
-
-
-async def test_a_reducer_that_does_not_show_what_it_was_sent_loses_the_slice() -> None:
-    reef = Shoal()
-    liar = reef.nodes[0]
-    liar.lie = invert
-    await reef.begin()
-    reef.reduced()
-    for node in reef.nodes:
-        reef.answer(node)
-    liar.silent = True
-    reef.answered()
-    assert reef.run.active is not None and "node-0 shows lines" in reef.run.active.waiting()
-    assert not reef.told(SliceDisputed)
-    reef.idle(6.0)
-    (found,) = reef.told(SliceDisputed)
-    assert (found.node, found.outcome) == ("node-0", "evaded")
-    liar.silent = False
-    liar.asked.clear()
-    reef.reduced()
-    reef.answered()
-    assert len(reef.told(RoundCommitted)) == 1 and not reef.told(NodeSuspected)
-    assert reef.run.scrutiny.barred().keys() == {"node-0"}
-
-
-async def test_who_takes_back_what_it_made_once_it_was_asked_loses_the_slice() -> None:
-    for fields in ({"digest": b"x" * 16}, {"failed": "out of memory"}):
-        reef = Shoal()
-        await reef.begin()
-        reef.reduced()
-        reef.nodes[1].news(1, [node.id for node in reef.nodes], made=True, **fields)
-        (found,) = reef.told(SliceDisputed)
-        assert (found.node, found.outcome) == ("node-1", "evaded") and "took back" in found.reason
-        for node in reef.nodes:
-            node.drain()
-            node.asked.clear()  # about what is void
-        reef.reduced()
-        reef.answered()
-        assert len(reef.told(RoundCommitted)) == 1
-
-
-async def test_what_the_last_reducer_took_back_is_not_announced() -> None:
-    reef = Shoal(2)
-    await reef.played()
-    reef.nodes[1].says = invert_half  # of what the other one reduces, which therefore does so no more
-    await reef.begin(1)
-    reef.reduced()
-    reef.answered()
-    reef.nodes[1].says = None
-    reef.reduced()
-    names = [node.id for node in reef.nodes]
-    reef.nodes[1].news(0, names, made=True, digest=b"x" * 16)
-    assert reef.told(SliceDisputed)[-1].outcome == "evaded"
-    assert reef.run.scrutiny.barred().keys() == set(names)
-    reef.answered()
-    reef.nodes[1].holds(1, 2)
-    assert len(reef.told(RoundCommitted)) == 1, "nobody holds what it makes now"
-    reef.reduced()
-    reef.answered()
-    commits = await reef.committed(1)
-    assert [bytes(part.digest) for part in commits[0].slices] == [b"\1" * 16, b"\2" * 16]
-
-
-async def test_friends_of_a_liar_cannot_have_other_lines_drawn() -> None:
-    reef = Shoal()
-    reef.nodes[0].lie = invert
-    await reef.begin()
-    reef.reduced()
-    topology = reef.nodes[3].topology.number
-    trouble = pb.SliceTrouble(round=0, topology=topology, slice=1, reason="it is slow")
-    reef.nodes[3].say(slice_trouble=trouble)
-    assert reef.run.mesh.number == topology, "the slice moves once the question is answered, not before"
-    reef.answered()
-    assert [event.node for event in reef.told(SliceDisputed)] == ["node-0"]
-    assert reef.run.mesh.number > topology
-
-
 async def test_trouble_waits_until_a_question_is_answered() -> None:
     reef = Shoal()
     await reef.begin()
@@ -351,39 +79,6 @@ async def test_trouble_waits_until_a_question_is_answered() -> None:
         node.drain()
     assert not reef.told(RoundCommitted) and not reef.told(SliceDisputed)
     assert "node-1" not in [part.reducer for part in reef.nodes[0].slices()]
-
-
-async def test_a_voter_that_denies_its_votes_accuses_nobody() -> None:
-    reef = Shoal(5)
-    reef.nodes[4].says = invert
-    await reef.played()
-    assert {event.node for event in reef.told(SliceDisputed)} >= {"node-0", "node-1", "node-2", "node-3"}
-    assert [event.node for event in reef.told(NodeSuspected)] == ["node-4"]
-    assert reef.run.scrutiny.barred().keys() == {"node-4"}, "all reducers go on but that one"
-    before = len(reef.told(SliceDisputed))
-    await reef.played()
-    assert len(reef.told(SliceDisputed)) == before, "nobody listens to it any more"
-
-
-async def test_of_two_nodes_in_dispute_neither_reduces() -> None:
-    reef = Shoal(2)
-    left, right = reef.nodes
-    await reef.played()
-    right.says = invert_half  # of the slice that the other one reduces; its own vote decides ties now
-    await reef.begin(1)
-    reef.reduced()
-    reef.answered()
-    right.says = None
-    assert reef.run.scrutiny.barred().keys() == {"node-0"}
-    reef.reduced()
-    reef.answered()
-    commits = await reef.committed(1)
-    assert [part.reducer for part in commits[0].slices] == ["node-1", "node-1"]
-    left.says = invert
-    await reef.played()
-    assert reef.run.scrutiny.barred().keys() == {"node-0", "node-1"} and not reef.told(NodeSuspected)
-    orders = [await node.opened(3) for node in reef.nodes]
-    assert [order.topology for order in orders] == [0, 0], "the coordinator reduces then"
 
 
 async def test_who_does_not_answer_holds_up_one_round() -> None:
@@ -493,38 +188,6 @@ async def test_an_alarm_that_rings_early_is_set_again(monkeypatch: pytest.Monkey
     assert not reef.told(RoundCommitted)
     reef.timer.advance(1.0)
     assert len(reef.told(RoundCommitted)) == 1
-
-
-async def test_a_voter_that_dies_as_it_is_asked_is_not_waited_for() -> None:
-    reef = Shoal()
-    reef.nodes[0].lie = invert
-    await reef.begin()
-    reef.reduced()
-    gone = reef.nodes.pop()
-    assert gone.id == "node-3"
-    gone.die()  # and a slice with it: the others make that anew
-    for node in reef.nodes:
-        node.drain()
-        node.asked.clear()
-    reef.reduced([node.id for node in reef.nodes])
-    reef.answered()
-    assert [event.node for event in reef.told(SliceDisputed)] == ["node-0"]
-
-
-async def test_a_lie_is_seen_though_a_voter_is_gone() -> None:
-    reef = Shoal(5)
-    reef.join("")  # that nobody can call: it reduces nothing
-    for node in reef.nodes:
-        node.sent = reef.nodes[0].sent
-    reef.nodes[0].lie = invert
-    await reef.opened(reef.nodes[:5])
-    reef.nodes.pop().die()
-    reef.reduced()
-    reef.nodes[4].silent = True
-    reef.answered()
-    reef.idle(6.0)
-    reef.answered()
-    assert [event.outcome for event in reef.told(SliceDisputed)] == ["lied"]
 
 
 async def test_forged_answers_change_nothing() -> None:
