@@ -1,4 +1,4 @@
-"""A coordinator that is gone, another that goes on with its journal, and rounds that are slow to be kept."""
+"""A coordinator that is gone, and another that goes on with its journal."""
 
 from __future__ import annotations
 
@@ -8,39 +8,20 @@ from typing import Any
 
 import pytest
 
-from coordinator.events import JournalTrouble, RoundCommitted, RunResumed
+from coordinator.events import JournalTrouble, RunResumed
 from coordinator.gathering import BACK_SECONDS
-from coordinator.journal import JournalError, MemoryJournal
 from protos import atoll_pb2 as pb
 from protos.refusal import Refused
 from tests.coordinator.coordinator_rig import (
     FakeNode,
-    HeldJournal,
     Site,
     contribution_frames,
     join_request,
-    random_payload,
-    soon,
 )
+from tests.coordinator.restart_rig import back, lease_of, payload, work
 
 ROUNDS, NODES, AT = 5, 3, 2  # the coordinator dies in the third round
 POINTS = ("before the orders", "with the orders", "one in", "one in parts", "two in", "all in")
-
-
-def payload(site: Site, node: int, round_index: int) -> bytes:
-    return random_payload(100 * round_index + node, site.table)
-
-
-def work(order: pb.RoundOpen | None) -> dict[str, Any]:
-    """What a node that was given this order has in hand."""
-    if order is None:
-        return {}
-    return {
-        "lease_round": order.round,
-        "lease_start": order.lease_start,
-        "lease_count": order.lease_count,
-        "samples": order.frontier,
-    }
 
 
 def digest(round_index: int) -> str:
@@ -66,16 +47,6 @@ async def undisturbed() -> list[tuple[Any, ...]]:
     for _ in range(ROUNDS):
         await whole_round(site, await site.opened(), ledger)
     return ledger
-
-
-async def back(site: Site, lost: Sequence[FakeNode], claims: Sequence[dict[str, Any]]) -> list[pb.RoundOpen]:
-    """All nodes join again, the last one first."""
-    found = [
-        node.again(site.hub, **claim) for node, claim in zip(reversed(lost), reversed(claims), strict=True)
-    ]
-    site.nodes = found[::-1]
-    assert [node.id for node in site.nodes] == [node.id for node in lost]
-    return await site.opened()
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -106,17 +77,12 @@ async def test_a_restart_at_any_point_of_a_round_changes_nothing(point: str) -> 
         for node, order, before in zip(site.nodes, again, orders, strict=True):
             commit = (await node.fetch(order)).commit
             assert commit is not None and commit.counted, "its payload of before"
-            ledger.append((AT, node.id, *_lease(before), commit.payload_digest))
+            ledger.append((AT, node.id, *lease_of(before), commit.payload_digest))
             node.report(AT, digest(AT))
     for _ in range(AT + 1, ROUNDS):
         await whole_round(site, await site.opened(), ledger)
     assert ledger == await undisturbed()
     assert site.run.phase == "done" and site.run.leases.trained == site.run.leases.frontier == 60
-
-
-def _lease(order: pb.RoundOpen | None) -> tuple[int, int]:
-    assert order is not None
-    return order.lease_start, order.lease_count
 
 
 @pytest.mark.parametrize("holders", [c for n in range(1, 3) for c in itertools.combinations(range(3), n)])
@@ -130,8 +96,8 @@ async def test_those_with_work_in_hand_keep_it_and_the_others_take_the_rest(hold
         for i, order in enumerate(orders)
     ]
     again = await back(site, lost, claims)
-    assert [_lease(again[i]) for i in holders] == [_lease(orders[i]) for i in holders]
-    assert sorted(map(_lease, again)) == sorted(map(_lease, orders))
+    assert [lease_of(again[i]) for i in holders] == [lease_of(orders[i]) for i in holders]
+    assert sorted(map(lease_of, again)) == sorted(map(lease_of, orders))
     await whole_round(site, again, [])
     assert site.run.leases.trained == 24 and not site.run.leases.returned
 
@@ -166,7 +132,7 @@ async def test_samples_that_had_returned_are_read_after_a_restart() -> None:
     again = await back(site, lost, [{"round": 0}] * 3)
     for node, order in zip(site.nodes, again, strict=True):
         await node.fetch(order)
-    assert [_lease(order) for order in await site.opened()] == [(4, 4), (12, 4), (16, 4)]
+    assert [lease_of(order) for order in await site.opened()] == [(4, 4), (12, 4), (16, 4)]
 
 
 async def test_a_second_restart_still_knows_the_nodes() -> None:
@@ -178,7 +144,7 @@ async def test_a_second_restart_still_knows_the_nodes() -> None:
         lost = site.restart()
         claims = [{"round": 1, "state_digest": "state-1", **work(order)} for order in orders]
         found = await back(site, lost, claims)
-        assert list(map(_lease, found)) == list(map(_lease, orders))
+        assert list(map(lease_of, found)) == list(map(lease_of, orders))
         for node, order in zip(site.nodes, found, strict=True):
             node.outbox._messages.appendleft(pb.CoordinatorMessage(round_open=order))
     site.nodes[0].die()  # and with one that was given out in the middle of a round
@@ -202,7 +168,7 @@ async def test_a_restart_before_the_first_round_still_knows_who_was_back() -> No
     assert "2 of 3 members are back" in site.run.reason
     unheard = [site.restart()[0], *lost[1:]]
     found = await back(site, unheard, claims)
-    assert list(map(_lease, found)) == list(map(_lease, orders))
+    assert list(map(lease_of, found)) == list(map(lease_of, orders))
 
 
 async def test_a_secret_is_good_for_one_session() -> None:
@@ -249,7 +215,7 @@ async def test_after_the_grace_it_goes_on_with_those_who_are_back() -> None:
     assert site.run.phase == "gathering" and "2 of 3 members are back" in site.run.reason
     site.idle(1.0)
     again = await site.opened()
-    assert [_lease(order) for order in again] == [_lease(orders[0]), _lease(orders[2])]
+    assert [lease_of(order) for order in again] == [lease_of(orders[0]), lease_of(orders[2])]
     assert list(again[0].members) == ["node-0", "node-2"]
     late = lost[1].again(site.hub, round=1, state_digest="state-1", **work(orders[1]))
     for node, order in zip(site.nodes, again, strict=True):
@@ -258,7 +224,7 @@ async def test_after_the_grace_it_goes_on_with_those_who_are_back() -> None:
     assert order.result_ready and list(order.members) == ["node-0", "node-2", "node-1"]
     await late.fetch(order)
     rest = await site.opened()
-    assert _lease(orders[1]) in [_lease(order) for order in rest], "what it had is read by another"
+    assert lease_of(orders[1]) in [lease_of(order) for order in rest], "what it had is read by another"
 
 
 async def test_who_is_back_with_another_state_is_not_waited_for_but_loads() -> None:
@@ -322,7 +288,7 @@ async def test_a_coordinator_that_ended_as_the_run_began_lets_it_begin_again() -
     site.restart()
     assert not site.run.begun and site.run.reason == "0 of 2 nodes"
     site.add(), site.add()
-    assert [_lease(order) for order in await site.opened()] == [(0, 4), (4, 4)]
+    assert [lease_of(order) for order in await site.opened()] == [(0, 4), (4, 4)]
 
 
 async def test_a_journal_that_has_lost_its_tail_goes_on_from_the_nodes() -> None:
@@ -341,7 +307,7 @@ async def test_a_journal_that_has_lost_its_tail_goes_on_from_the_nodes() -> None
     behind = lost[2].again(site.hub, round=1, state_digest="state-1")
     again = await site.opened()
     assert [order.round for order in again] == [3, 3]
-    assert [_lease(order) for order in again] == [_lease(orders[0]), _lease(orders[1])]
+    assert [lease_of(order) for order in again] == [lease_of(orders[0]), lease_of(orders[1])]
     assert (
         "the journal ends after 1 rounds, nodes hold the state after 3" in site.told(JournalTrouble)[0].text
     )
@@ -368,222 +334,3 @@ async def test_who_is_ahead_after_the_grace_loads_what_the_others_have() -> None
     assert late.reply.needs_state and late.node.state == "joining"
     with pytest.raises(Refused, match="the run has begun without it"):
         site.hub.join(join_request(site.table, round=3, state_digest="state-3"), "")
-
-
-# ------------------------------------------------------------------------------------------ slow to be kept
-
-
-async def test_nothing_is_announced_before_it_is_kept() -> None:
-    journal = HeldJournal()
-    site = Site(nodes=2, rounds=9, journal=journal)
-    orders = await site.opened()
-    first = site.nodes[0].send(orders[0], payload(site, 0, 0))
-    second = site.nodes[1].send(orders[1], payload(site, 1, 0))
-    assert len(journal.pending) == 1 and site.run.round == 0
-    for exchange in (first, second):
-        while exchange._delivery is not None and (frame := exchange._delivery.next()) is not None:
-            assert not exchange.served, "the COMMIT"
-            assert frame
-    assert not site.told(RoundCommitted) and all(node.idle() for node in site.nodes)
-    again = site.nodes[0].send(orders[0], payload(site, 0, 0))  # a repetition is late, and served
-    assert site.run.counters["late"] == 1
-    site.timer.advance(10.0)
-    assert site.run.round == 0 and not journal.rounds
-    journal.write()
-    assert site.run.round == 1 and journal.next == 1
-    download = await site.nodes[0].receive(again)
-    assert download.commit is not None and download.commit.counted
-    assert [order.round for order in await site.opened()] == [1, 1]
-
-
-async def test_members_may_leave_and_come_back_while_a_round_is_being_kept() -> None:
-    journal = HeldJournal()
-    site = Site(nodes=3, rounds=9, journal=journal)
-    orders = await site.opened()
-    for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True)):
-        node.send(order, payload(site, i, 0))
-    gone, cut = site.nodes[0], site.nodes[1]
-    gone.leave("it has to go")
-    cut.die()
-    back_again = cut.again(round=0, **work(orders[1]))
-    assert back_again.id == "node-1" and back_again.idle(), "no seat in a round that is decided"
-    journal.write()
-    assert site.run.results.get(0).voters == ("node-0", "node-1", "node-2")  # type: ignore[union-attr]
-    assert site.run.registry.roster.members == ("node-1", "node-2")
-    download = await back_again.fetch(await back_again.opened(0))
-    assert download.commit is not None and download.commit.counted
-    assert (await back_again.opened(1)).lease_count == 4
-    assert site.run.leases.trained == 12 and set(site.run.leases.held) == {"node-1", "node-2"}
-
-
-async def test_a_lagging_member_that_catches_up_meanwhile_takes_no_lease_of_a_round_that_is_decided() -> None:
-    journal = HeldJournal()
-    journal.held = False
-    site = Site(nodes=3, rounds=9, journal=journal)
-    orders = await site.opened()
-    for i in (0, 1):
-        site.nodes[i].send(orders[i], payload(site, i, 0))
-    site.idle(10.0)
-    journal.held = True
-    again = await site.opened(site.nodes[:2])
-    for i in (0, 1):
-        site.nodes[i].send(again[i], payload(site, i, 1))
-    assert site.run.round == 1 and len(journal.pending) == 1
-    slow = site.nodes[2]
-    await slow.receive(slow.send(orders[2], payload(site, 2, 0)))
-    assert slow.idle() and site.run.leases.held == {}
-    journal.write()
-    await slow.fetch(await slow.opened(1))
-    assert (await slow.opened(2)).lease_count == 4
-    assert len(site.run.leases.held) == 3
-
-
-async def test_when_all_leave_while_a_round_is_being_kept_it_is_kept() -> None:
-    journal = HeldJournal()
-    site = Site(nodes=2, rounds=9, journal=journal)
-    orders = await site.opened()
-    for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True)):
-        node.send(order, payload(site, i, 0))
-    for node in site.nodes:
-        node.die()
-    journal.write()
-    assert (site.run.round, site.run.phase) == (1, "gathering")
-    back_again = site.nodes[1].again(round=0, **work(orders[1]))
-    await back_again.fetch(await back_again.opened(0))
-    assert _lease(await back_again.opened(1)) == (8, 4)
-
-
-async def test_a_journal_that_fails_suspends_the_run_and_announces_nothing() -> None:
-    journal = HeldJournal()
-    site = Site(nodes=2, rounds=9, journal=journal)
-    orders = await site.opened()
-    exchanges = [
-        node.send(order, payload(site, i, 0))
-        for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True))
-    ]
-    journal.write(JournalError("no space left in /somewhere: free some"))
-    assert (site.run.phase, site.run.round) == ("suspended", 0)
-    assert site.run.finished.is_set() and "no space left" in site.run.reason
-    assert site.told(JournalTrouble) == [JournalTrouble("no space left in /somewhere: free some", fatal=True)]
-    assert all(node.idle() for node in site.nodes), "they are told nothing, and hold"
-    for exchange in exchanges:
-        with pytest.raises(Refused, match="this coordinator is stopping, another one goes on") as refused:
-            while await soon(exchange.next_frame()) is not None:
-                assert not exchange.served
-        assert refused.value.code == "UNAVAILABLE"
-    with pytest.raises(Refused) as refused:
-        site.hub.join(join_request(site.table), "")
-    assert refused.value.code == "UNAVAILABLE"
-
-
-async def test_a_round_that_is_kept_only_after_the_suspension_is_announced_by_the_next_coordinator() -> None:
-    journal = HeldJournal()
-    site = Site(nodes=2, rounds=9, journal=journal)
-    orders = await site.opened()
-    exchanges = [
-        node.send(order, payload(site, i, 0))
-        for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True))
-    ]
-    site.hub.suspend("SIGTERM")
-    journal.write()
-    assert site.run.round == 0 and not site.told(RoundCommitted)
-    with pytest.raises(Refused, match="stopping"):
-        while await soon(exchanges[0].next_frame()) is not None:
-            assert not exchanges[0].served
-    journal.held = False
-    lost = site.restart()
-    assert site.run.round == 1
-    again = await back(site, lost, [{"round": 0, **work(order)} for order in orders])
-    for node, order in zip(site.nodes, again, strict=True):
-        assert (await node.fetch(order)).commit.counted  # type: ignore[union-attr]
-    assert [order.round for order in await site.opened()] == [1, 1]
-
-
-async def test_a_defect_between_rounds_is_told_rather_than_left_standing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    site = Site(nodes=1, rounds=9)
-    order = await site.nodes[0].opened()
-
-    def broken() -> bool:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr(site.run.newcomers, "seat", broken)
-    site.nodes[0].send(order, payload(site, 0, 0))
-    assert site.run.phase == "suspended" and "ZeroDivisionError('a defect')" in site.run.reason
-    assert isinstance(site.journal, MemoryJournal) and site.journal.next == 1, "the round is kept"
-
-
-# ----------------------------------------------------------------------------------- cut off for a moment
-
-
-async def test_a_member_that_was_cut_off_for_a_moment_has_its_seat_and_its_samples_again() -> None:
-    site = Site(nodes=2, rounds=9)
-    orders = await site.opened()
-    frames = contribution_frames(orders[1], site.table, payload(site, 1, 0), chunk=64)
-    site.nodes[1].feed(*frames[:2])
-    site.nodes[1].die()
-    back_again = site.nodes[1].again(**work(orders[1]))
-    order = await back_again.opened(0)
-    assert back_again.id == "node-1" and order == orders[1], "the payload that it has in hand still fits"
-    first = site.nodes[0].send(orders[0], payload(site, 0, 0))
-    second = back_again.send(order, payload(site, 1, 0))
-    commits = [(await n.receive(e)).commit for n, e in ((site.nodes[0], first), (back_again, second))]
-    assert [commit.counted for commit in commits if commit is not None] == [True, True]
-    assert site.run.leases.trained == 8 and site.run.registry.roster.epoch == 1
-
-
-async def test_a_payload_that_had_arrived_counts_once() -> None:
-    site = Site(nodes=3, rounds=9)
-    orders = await site.opened()
-    site.nodes[1].send(orders[1], payload(site, 1, 0))
-    site.nodes[1].die()
-    back_again = site.nodes[1].again(**work(orders[1]))
-    order = await back_again.opened(0)
-    assert order == orders[1]
-    twice = back_again.send(order, payload(site, 1, 0))
-    assert site.run.counters["duplicate"] == 1
-    for i in (0, 2):
-        site.nodes[i].send(orders[i], payload(site, i, 0))
-    commit = (await back_again.receive(twice)).commit
-    assert commit is not None and commit.counted and list(commit.voters) == ["node-0", "node-1", "node-2"]
-    assert site.run.leases.trained == 12
-    assert (await back_again.opened(1)).lease_count == 4
-
-
-async def test_a_session_that_is_still_open_is_replaced_and_its_end_takes_nobody_with_it() -> None:
-    """The node has noticed that its connection is gone before the coordinator has."""
-    site = Site(nodes=2, rounds=9)
-    orders = await site.opened()
-    old = site.nodes[1]
-    stream = old.feed(*contribution_frames(orders[1], site.table, payload(site, 1, 0), chunk=64)[:2])
-    new = old.again(**work(orders[1]))
-    assert new.id == old.id and stream.refusal is not None and old.node.reason == "it has joined again"
-    with pytest.raises(Refused, match="join again"):
-        site.hub.node_of(old.reply.session)
-    assert await new.opened(0) == orders[1]
-    stream.broke()  # now the coordinator notices too
-    site.hub.close_session(old.node, "its session broke off")
-    assert site.run.registry.get("node-1") is new.node and new.node.in_session
-    new.send(orders[1], payload(site, 1, 0))
-    site.nodes[0].send(orders[0], payload(site, 0, 0))
-    assert site.run.results.get(0).voters == ("node-0", "node-1")  # type: ignore[union-attr]
-
-
-async def test_a_member_that_is_back_with_another_weight_waits_for_the_next_round() -> None:
-    site = Site(nodes=2, rounds=9)
-    orders = await site.opened()
-    site.nodes[1].die()
-    heavy = site.nodes[1].again(weight=3, **work(orders[1]))
-    assert heavy.idle()
-    site.nodes[0].send(orders[0], payload(site, 0, 0))
-    await heavy.fetch(await heavy.opened(0))
-    orders = [await site.nodes[0].opened(1), await heavy.opened(1)]
-    heavy.send(orders[1], payload(site, 1, 1))
-    site.nodes[0].send(orders[0], payload(site, 0, 1))
-    assert list(site.run.results.get(1).facts.weights) == [1, 3]  # type: ignore[union-attr]
-
-
-async def test_an_unknown_former_session_gives_a_new_name() -> None:
-    site = Site(nodes=2, rounds=9)
-    assert FakeNode(site.hub, former="made up").id == "node-2"
