@@ -310,3 +310,23 @@ class Site:
     @property
     def news(self) -> pb.SliceNews:
         return self.told[-1]
+
+
+def digest_of(result: bytes) -> bytes:
+    return bytes.fromhex(wire.payload_digest(result))
+
+
+async def delivered(site: Site, rows: list[bytes], voters: str = "abc", **changes: Any) -> list[Caller]:
+    return [await site.send(name, row, **changes) for name, row in zip(voters, rows, strict=False)]
+
+
+async def finished(site: Site, rows: list[bytes], round_index: int = 0) -> bytes:
+    """A committed round of one slice."""
+    site.desk.reduce(order("abc", round_index=round_index))
+    callers = await delivered(site, rows, round_index=round_index)
+    await until(lambda: site.told and site.news.round == round_index and site.news.digest)
+    result = at_the_hub(site.table, rows, round_index=round_index)
+    site.desk.committed(site.commit(result, round_index))
+    for caller in callers:
+        await soon(caller.served)
+    return result
