@@ -12,13 +12,7 @@ from optim.pieces import cut
 from optim.reduce import reduce_payloads
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable
-from tests.coordinator.coordinator_rig import (
-    FakeNode,
-    Site,
-    abstain_frames,
-    coded_table,
-    lane_frames,
-)
+from tests.coordinator.coordinator_rig import FakeNode, Site, abstain_frames, coded_table, lane_frames
 
 TABLE = coded_table()
 EVERYTHING = range(len(TABLE.buckets))

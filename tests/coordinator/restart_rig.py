@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from protos import atoll_pb2 as pb
-from tests.coordinator.coordinator_rig import (
-    FakeNode,
-    Site,
-    random_payload,
-)
+from tests.coordinator.coordinator_rig import FakeNode, Site, random_payload
 
 
 def payload(site: Site, node: int, round_index: int) -> bytes:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import (
-    FakeNode,
-    Site,
-    contribution_frames,
-)
+from tests.coordinator.coordinator_rig import FakeNode, Site, contribution_frames
 from tests.coordinator.restart_rig import payload, work
 
 

@@ -7,12 +7,7 @@ import pytest
 from coordinator.events import JournalTrouble, RoundCommitted
 from coordinator.journal import JournalError, MemoryJournal
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import (
-    HeldJournal,
-    Site,
-    join_request,
-    soon,
-)
+from tests.coordinator.coordinator_rig import HeldJournal, Site, join_request, soon
 from tests.coordinator.restart_rig import back, lease_of, payload, work
 
 
