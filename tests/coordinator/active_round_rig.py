@@ -21,14 +21,8 @@ from protos.atoll_pb2 import ContributionHeader
 from protos.buckets import BucketTable
 from protos.lane_layout import LaneLayout
 from protos.wire import CHUNK, decode_frame, encode_frame
-from tests.coordinator.coordinator_rig import (
-    InlinePool,
-    VirtualTimer,
-    end_frame,
-    random_payload,
-    slow_tally,
-    voted_table,
-)
+from tests.coordinator.contribution_rig import end_frame, random_payload, slow_tally, voted_table
+from tests.coordinator.coordinator_rig import InlinePool, VirtualTimer
 
 BIG_PIECE = 192 << 10  # more than is reduced inline with two voters
 POLICY = Policy(deadline=10.0, start_timeout=60.0, quorum=0.6)

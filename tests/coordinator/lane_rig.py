@@ -12,7 +12,8 @@ from optim.pieces import cut
 from optim.reduce import reduce_payloads
 from protos import atoll_pb2 as pb
 from protos.buckets import BucketTable
-from tests.coordinator.coordinator_rig import FakeNode, Site, abstain_frames, coded_table, lane_frames
+from tests.coordinator.contribution_rig import abstain_frames, coded_table, lane_frames
+from tests.coordinator.coordinator_rig import FakeNode, Site
 
 TABLE = coded_table()
 EVERYTHING = range(len(TABLE.buckets))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.coordinator.coordinator_rig import FakeNode, Site, random_payload
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import FakeNode, Site
 from tests.coordinator.state_rig import SharedState
 
 STATE = SharedState.of(7)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from protos import atoll_pb2 as pb
-from tests.coordinator.coordinator_rig import FakeNode, Site, random_payload
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import FakeNode, Site
 
 
 def payload(site: Site, node: int, round_index: int) -> bytes:

@@ -14,7 +14,7 @@ from optim.aggregate import casting_voter
 from optim.bits import tally
 from protos import atoll_pb2 as pb
 from protos.buckets import LINE_BYTES
-from tests.coordinator.coordinator_rig import random_payload
+from tests.coordinator.contribution_rig import random_payload
 from tests.coordinator.sliced_rig import TABLE, Member, Reef
 
 ALWAYS = Effort(64, 10.0)  # every line, in every round

@@ -25,17 +25,15 @@ from protos.buckets import BucketTable
 from protos.certificate import Credential
 from protos.grpc_options import CHANNEL_OPTIONS
 from protos.identity import NodeKey
-from tests.coordinator.coordinator_rig import (
+from tests.coordinator.contribution_rig import (
     Download,
     contribution_frames,
-    join_request,
     lane_frames,
-    make_plan,
     random_payload,
     schedule,
-    soon,
     voted_table,
 )
+from tests.coordinator.coordinator_rig import join_request, make_plan, soon
 from tests.coordinator.state_rig import SharedState
 
 TOKEN = "the-token"

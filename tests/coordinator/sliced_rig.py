@@ -8,7 +8,8 @@ from typing import Any
 import xxhash
 
 from protos import atoll_pb2 as pb
-from tests.coordinator.coordinator_rig import FakeNode, Site, voted_table
+from tests.coordinator.contribution_rig import voted_table
+from tests.coordinator.coordinator_rig import FakeNode, Site
 
 TABLE = voted_table(64)
 

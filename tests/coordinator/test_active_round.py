@@ -15,7 +15,7 @@ from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import decode_frame
 from tests.coordinator.active_round_rig import Case
-from tests.coordinator.coordinator_rig import random_payload
+from tests.coordinator.contribution_rig import random_payload
 
 
 @settings(max_examples=24)

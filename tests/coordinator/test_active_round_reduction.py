@@ -13,7 +13,8 @@ from optim.bits import tally
 from optim.reduce import reduce_payloads
 from protos.buckets import BucketTable
 from tests.coordinator.active_round_rig import BIG_PIECE, Case, big
-from tests.coordinator.coordinator_rig import HeldPool, InlinePool, coded_table, mixed_table, voted_table
+from tests.coordinator.contribution_rig import coded_table, mixed_table, voted_table
+from tests.coordinator.coordinator_rig import HeldPool, InlinePool
 
 
 def test_a_job_of_a_void_attempt_is_dropped() -> None:

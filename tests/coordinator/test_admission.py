@@ -9,7 +9,8 @@ import pytest
 from coordinator.admission import RunFacts, refusal
 from coordinator.start import Claim, Start, choose
 from protos.wire import PROTOCOL
-from tests.coordinator.coordinator_rig import join_request, schedule, voted_table
+from tests.coordinator.contribution_rig import schedule, voted_table
+from tests.coordinator.coordinator_rig import join_request
 
 TABLE = schedule(voted_table())
 NOBODY = choose(())

@@ -16,7 +16,7 @@ from protos.atoll_pb2 import ContributionHeader
 from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import CHUNK, COMMIT, END, HEADER, RESTART, Frame, decode_frame, encode_frame
-from tests.coordinator.coordinator_rig import end_frame, mixed_table, random_payload
+from tests.coordinator.contribution_rig import end_frame, mixed_table, random_payload
 
 TABLE = mixed_table()
 PAYLOAD = random_payload(1, TABLE)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from coordinator.events import DigestAgreed, NodeDeviated
 from coordinator.newcomers import MAX_FAILURES
 from protos import atoll_pb2 as pb
-from tests.coordinator.coordinator_rig import FakeNode, Site, random_payload
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import FakeNode, Site
 from tests.coordinator.newcomer_rig import STATE, commit
 from tests.coordinator.state_rig import SharedState, donate, load
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import FakeNode, Site, contribution_frames
+from tests.coordinator.contribution_rig import contribution_frames
+from tests.coordinator.coordinator_rig import FakeNode, Site
 from tests.coordinator.restart_rig import payload, work
 
 

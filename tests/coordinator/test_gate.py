@@ -21,16 +21,8 @@ from coordinator.rates import Rates, TokenBucket, caller, origin
 from coordinator.run import Run
 from protos.limits import LIMITS, Limits, state_limit
 from protos.refusal import CROWDED, FLOOD, SILENT, Refused
-from tests.coordinator.coordinator_rig import (
-    InlinePool,
-    VirtualTimer,
-    join_request,
-    make_plan,
-    schedule,
-    slow_tally,
-    soon,
-    voted_table,
-)
+from tests.coordinator.contribution_rig import schedule, slow_tally, voted_table
+from tests.coordinator.coordinator_rig import InlinePool, VirtualTimer, join_request, make_plan, soon
 
 DEADLINE = 30.0
 

@@ -12,16 +12,8 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.refusal import Refused
 from protos.ring import RING_ROUNDS
-from tests.coordinator.coordinator_rig import (
-    FakeNode,
-    Site,
-    join_request,
-    random_payload,
-    schedule,
-    slow_tally,
-    soon,
-    voted_table,
-)
+from tests.coordinator.contribution_rig import random_payload, schedule, slow_tally, voted_table
+from tests.coordinator.coordinator_rig import FakeNode, Site, join_request, soon
 
 
 def ids(nodes: Sequence[FakeNode]) -> list[str]:

@@ -8,7 +8,8 @@ import pytest
 
 from coordinator.gathering import RETURN_SECONDS
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import FakeNode, Site, drain, join_request, random_payload, soon
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import FakeNode, Site, drain, join_request, soon
 
 
 async def finish_round(site: Site, digests: Sequence[str]) -> None:

@@ -8,14 +8,8 @@ from coordinator.rounds import Policy
 from protos import atoll_pb2 as pb
 from protos.refusal import Refused
 from protos.ring import RING_ROUNDS
-from tests.coordinator.coordinator_rig import (
-    Site,
-    abstain_frames,
-    contribution_frames,
-    drain,
-    join_request,
-    random_payload,
-)
+from tests.coordinator.contribution_rig import abstain_frames, contribution_frames, random_payload
+from tests.coordinator.coordinator_rig import Site, drain, join_request
 
 
 @pytest.mark.parametrize("moment", ["before", "while", "after"])

@@ -19,17 +19,8 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable, MeanRule, TableSchedule
 from protos.runfile import RunFile
-from tests.coordinator.coordinator_rig import (
-    FakeNode,
-    InlinePool,
-    VirtualTimer,
-    coded_table,
-    make_plan,
-    random_payload,
-    schedule,
-    soon,
-    voted_table,
-)
+from tests.coordinator.contribution_rig import coded_table, random_payload, schedule, voted_table
+from tests.coordinator.coordinator_rig import FakeNode, InlinePool, VirtualTimer, make_plan, soon
 
 
 def fragments() -> TableSchedule:

@@ -11,14 +11,8 @@ import pytest
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import (
-    Site,
-    abstain_frames,
-    contribution_frames,
-    drain,
-    random_payload,
-    slow_tally,
-)
+from tests.coordinator.contribution_rig import abstain_frames, contribution_frames, random_payload, slow_tally
+from tests.coordinator.coordinator_rig import Site, drain
 
 REFUSALS: dict[str, Any] = {
     "garbage": (lambda f: [b"\xff" * 40], "bad-frame"),

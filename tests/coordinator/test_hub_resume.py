@@ -6,7 +6,8 @@ import pytest
 
 from protos import atoll_pb2 as pb
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import FakeNode, Site, join_request, random_payload, soon
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import FakeNode, Site, join_request, soon
 from tests.coordinator.state_rig import SharedState, donate, load
 
 STATE = SharedState.of(5)

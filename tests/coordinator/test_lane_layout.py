@@ -15,7 +15,7 @@ from protos.atoll_pb2 import ContributionHeader
 from protos.lane_layout import LaneLayout, Ranges, layout_of
 from protos.refusal import Refused
 from protos.wire import CHUNK, decode_frame, encode_frame
-from tests.coordinator.coordinator_rig import coded_table, end_frame, random_payload
+from tests.coordinator.contribution_rig import coded_table, end_frame, random_payload
 
 TABLE = coded_table()  # votes, int4, fp32, a basis of it, fp32
 PAYLOAD = random_payload(3, TABLE)

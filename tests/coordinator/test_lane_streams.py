@@ -7,7 +7,8 @@ import pytest
 from coordinator.active_round import MAX_BROKEN_STREAMS
 from coordinator.rounds import Policy
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import Download, lane_frames, random_payload, soon
+from tests.coordinator.contribution_rig import Download, lane_frames, random_payload
+from tests.coordinator.coordinator_rig import soon
 from tests.coordinator.lane_rig import (
     EVERYTHING,
     HALVES,

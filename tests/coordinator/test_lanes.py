@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from coordinator.active_round import MAX_BROKEN_STREAMS
 from coordinator.exchange import Exchange
 from protos.wire import payload_digest
-from tests.coordinator.coordinator_rig import (
+from tests.coordinator.contribution_rig import (
     Download,
-    Site,
     abstain_frames,
     contribution_frames,
     lane_frames,
     mixed_table,
     random_payload,
-    soon,
 )
+from tests.coordinator.coordinator_rig import Site, soon
 from tests.coordinator.lane_rig import (
     EVERYTHING,
     HALVES,

@@ -17,16 +17,8 @@ from coordinator.metrics import Metrics, MetricsError, MetricsServer
 from coordinator.run import Run
 from optim.bits import tally
 from protos.address import Address
-from tests.coordinator.coordinator_rig import (
-    FakeNode,
-    InlinePool,
-    Site,
-    VirtualTimer,
-    make_plan,
-    random_payload,
-    schedule,
-    voted_table,
-)
+from tests.coordinator.contribution_rig import random_payload, schedule, voted_table
+from tests.coordinator.coordinator_rig import FakeNode, InlinePool, Site, VirtualTimer, make_plan
 
 LOOPBACK = Address("127.0.0.1", 0)
 

@@ -10,7 +10,8 @@ from coordinator.events import CatchUpPlanned, SnapshotBegun, SnapshotFailed
 from coordinator.gathering import RETURN_SECONDS
 from coordinator.newcomers import MAX_IDLE, MAX_REPLAY
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import FakeNode, Site, random_payload
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import FakeNode, Site
 from tests.coordinator.newcomer_rig import STATE, commit, forget
 from tests.coordinator.state_rig import SharedState, donate, load
 

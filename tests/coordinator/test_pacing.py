@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.pacing import BLOCKED_SECONDS, KEEP_UP, QUIET_SECONDS, SHARE, Flow, Pacer, exchanging
-from tests.coordinator.coordinator_rig import Site, VirtualTimer, random_payload, soon
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import Site, VirtualTimer, soon
 
 MIB = 1 << 20
 PATIENCE = 15.0

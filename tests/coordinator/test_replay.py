@@ -17,7 +17,7 @@ from protos.buckets import BucketTable, TableSchedule
 from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import COMMIT, decode_frame, payload_digest
-from tests.coordinator.coordinator_rig import Download, mixed_table, schedule, voted_table
+from tests.coordinator.contribution_rig import Download, mixed_table, schedule, voted_table
 
 TABLES = schedule(mixed_table(), voted_table())
 

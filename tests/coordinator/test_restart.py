@@ -12,7 +12,8 @@ from coordinator.events import JournalTrouble, RunResumed
 from coordinator.gathering import BACK_SECONDS
 from protos import atoll_pb2 as pb
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import FakeNode, Site, contribution_frames, join_request
+from tests.coordinator.contribution_rig import contribution_frames
+from tests.coordinator.coordinator_rig import FakeNode, Site, join_request
 from tests.coordinator.restart_rig import back, lease_of, payload, work
 
 ROUNDS, NODES, AT = 5, 3, 2  # the coordinator dies in the third round

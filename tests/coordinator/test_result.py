@@ -13,7 +13,8 @@ from protos.atoll_pb2 import Commit
 from protos.lane_layout import LaneLayout
 from protos.refusal import Refused
 from protos.wire import CHUNK, CHUNK_BYTES, COMMIT, decode_frame, encode_frame
-from tests.coordinator.coordinator_rig import soon, voted_table
+from tests.coordinator.contribution_rig import voted_table
+from tests.coordinator.coordinator_rig import soon
 
 
 def committed(round_index: int, size: int = 10) -> Result:

@@ -18,7 +18,8 @@ from coordinator.result import Result
 from coordinator.rounds import State
 from coordinator.suspicion import LEAST_ROUNDS, PENALTY, Thresholds
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import FakeNode, Site, voted_table
+from tests.coordinator.contribution_rig import voted_table
+from tests.coordinator.coordinator_rig import FakeNode, Site
 
 TABLE = voted_table(32)
 ROUNDS = LEAST_ROUNDS + 1

@@ -16,16 +16,15 @@ from optim.reduce import reduce_payloads
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable
-from tests.coordinator.coordinator_rig import (
+from tests.coordinator.contribution_rig import (
     abstain_frames,
     contribution_frames,
-    eventually,
     random_payload,
     schedule,
     slow_tally,
-    soon,
     voted_table,
 )
+from tests.coordinator.coordinator_rig import eventually, soon
 from tests.coordinator.server_rig import LARGE, Client, ended, site
 
 

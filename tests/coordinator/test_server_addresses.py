@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from protos.listening import ListenError
-from tests.coordinator.coordinator_rig import contribution_frames, random_payload, soon
+from tests.coordinator.contribution_rig import contribution_frames, random_payload
+from tests.coordinator.coordinator_rig import soon
 from tests.coordinator.server_rig import Client, ended, site
 
 

@@ -14,16 +14,14 @@ from coordinator.rounds import Policy
 from protos import atoll_pb2 as pb
 from protos import wire
 from protos.grpc_options import CHANNEL_OPTIONS
-from tests.coordinator.coordinator_rig import (
+from tests.coordinator.contribution_rig import (
     Download,
     abstain_frames,
     contribution_frames,
-    eventually,
-    join_request,
     random_payload,
     schedule,
-    soon,
 )
+from tests.coordinator.coordinator_rig import eventually, join_request, soon
 from tests.coordinator.server_rig import LARGE, TOKEN, Client, code_of, ended, site
 
 BAD: dict[str, tuple[Callable[[list[bytes]], list[bytes]], dict[str, Any], str, str]] = {

@@ -9,7 +9,8 @@ import pytest
 
 from coordinator.pacing import Pacer
 from protos import atoll_pb2 as pb
-from tests.coordinator.coordinator_rig import Download, eventually, soon
+from tests.coordinator.contribution_rig import Download
+from tests.coordinator.coordinator_rig import eventually, soon
 from tests.coordinator.server_rig import Client, Site, code_of, ended, site
 from tests.coordinator.state_rig import StateDownload
 

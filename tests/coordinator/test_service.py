@@ -20,7 +20,8 @@ from coordinator.service import Outcome, Started, run_coordinator
 from protos.address import Address
 from protos.listening import ListenError
 from protos.runfile import RunFile
-from tests.coordinator.coordinator_rig import DEADLINE, random_payload, schedule, voted_table
+from tests.coordinator.contribution_rig import random_payload, schedule, voted_table
+from tests.coordinator.coordinator_rig import DEADLINE
 from tests.coordinator.server_rig import TOKEN, Client
 from tests.coordinator.state_rig import SharedState
 

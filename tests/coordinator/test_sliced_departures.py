@@ -10,7 +10,8 @@ from coordinator.mesh import COUNT_BITS, Mesh
 from coordinator.replay import first_kept
 from coordinator.result import Result, ResultRing
 from protos import atoll_pb2 as pb
-from tests.coordinator.coordinator_rig import Site, random_payload
+from tests.coordinator.contribution_rig import random_payload
+from tests.coordinator.coordinator_rig import Site
 from tests.coordinator.sliced_rig import TABLE, Member, Reef
 
 

@@ -13,7 +13,8 @@ from coordinator.events import NodeLeft, RoundCommitted, TopologyMade
 from coordinator.mesh import DETOUR_ROUNDS
 from coordinator.sliced_round import SlicedRound
 from protos import atoll_pb2 as pb
-from tests.coordinator.coordinator_rig import Site, eventually, random_payload, voted_table
+from tests.coordinator.contribution_rig import random_payload, voted_table
+from tests.coordinator.coordinator_rig import Site, eventually
 from tests.coordinator.sliced_rig import NAMES, TABLE, Member, Reef
 
 

@@ -11,7 +11,8 @@ from coordinator.events import RoundCommitted
 from coordinator.sliced_round import SlicedRound
 from protos import atoll_pb2 as pb
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import Site, abstain_frames, contribution_frames, random_payload
+from tests.coordinator.contribution_rig import abstain_frames, contribution_frames, random_payload
+from tests.coordinator.coordinator_rig import Site
 from tests.coordinator.sliced_rig import NAMES, TABLE, Member, Reef
 
 

@@ -16,7 +16,7 @@ from coordinator.shares import NOBODY, Site, shares
 from coordinator.topology import GAIN, Assigned, Plan, moved, plan, plan_all, renewed
 from optim.slices import Slice, slice_pieces, units
 from protos.buckets import BucketTable
-from tests.coordinator.coordinator_rig import coded_table, mixed_table, schedule, voted_table
+from tests.coordinator.contribution_rig import coded_table, mixed_table, schedule, voted_table
 
 TABLES = {"votes": voted_table(4000), "few": mixed_table(), "coded": coded_table()}
 RATE = st.one_of(st.sampled_from([1.0, 10.0]), st.floats(0.01, 1000.0))

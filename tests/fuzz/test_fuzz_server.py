@@ -20,13 +20,8 @@ from protos import exporting, wire
 from protos.address import Address
 from protos.limits import Limits
 from protos.refusal import FLOOD, SILENT
-from tests.coordinator.coordinator_rig import (
-    contribution_frames,
-    eventually,
-    join_request,
-    random_payload,
-    soon,
-)
+from tests.coordinator.contribution_rig import contribution_frames, random_payload
+from tests.coordinator.coordinator_rig import eventually, join_request, soon
 from tests.coordinator.server_rig import Client, Site, site
 
 # every round waits for all: who is late here is so because of the machine

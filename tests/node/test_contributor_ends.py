@@ -16,7 +16,7 @@ from node.exchange.retry import Timing
 from node.exchange.trouble import Kind, RoundLost, Trouble
 from protos import atoll_pb2 as pb
 from protos.buckets import TableSchedule
-from tests.coordinator.coordinator_rig import voted_table
+from tests.coordinator.contribution_rig import voted_table
 
 TABLE = voted_table(64)
 ORDER = RoundOrder(0, 0, ("node-0",), 0, 1, False, False, topology=1)

@@ -11,7 +11,7 @@ from optim.codecs import codec_of
 from optim.inspection import Inspection
 from protos.buckets import Bucket, BucketTable
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import coded_table, mixed_table, random_payload
+from tests.coordinator.contribution_rig import coded_table, mixed_table, random_payload
 
 CODECS = ("bf16", "int8", "int4", "2bit", "ternary", "1bit", "1bit-row", "lowrank:2", "lowrank:1+int8")
 

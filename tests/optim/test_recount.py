@@ -17,7 +17,7 @@ from optim.recount import Line, Recountable, Terms, recount
 from optim.reduction import Reduction
 from protos import wire
 from protos.buckets import LINE_BYTES, Bucket, BucketTable, MeanRule
-from tests.coordinator.coordinator_rig import coded_table, mixed_table, random_payload, voted_table
+from tests.coordinator.contribution_rig import coded_table, mixed_table, random_payload, voted_table
 
 TABLES = {
     "votes": voted_table(7),

@@ -18,7 +18,7 @@ from optim.pieces import cut
 from optim.reduction import Reduction, Slab, padding_bits
 from protos.buckets import LINE_BYTES, Bucket, BucketTable
 from protos.wire import CHUNK, CHUNK_BYTES, decode_frame, payload_digest
-from tests.coordinator.coordinator_rig import mixed_table, random_payload, slow_tally, voted_table
+from tests.coordinator.contribution_rig import mixed_table, random_payload, slow_tally, voted_table
 
 
 def reference(table: BucketTable, payloads: Sequence[bytes], weights: Sequence[int], casting: int) -> bytes:

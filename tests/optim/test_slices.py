@@ -15,7 +15,7 @@ from optim.reduction import Reduction
 from optim.slices import Slice, pieces_within, slice_pieces, units
 from protos.buckets import Bucket, BucketTable
 from protos.wire import decode_frame
-from tests.coordinator.coordinator_rig import coded_table, mixed_table, random_payload, voted_table
+from tests.coordinator.contribution_rig import coded_table, mixed_table, random_payload, voted_table
 
 
 def basis_table() -> BucketTable:

@@ -23,15 +23,8 @@ from coordinator.tokens import TokenBook
 from deploy.event_words import sentence
 from optim.bits import tally
 from protos.address import Address
-from tests.coordinator.coordinator_rig import (
-    DEADLINE,
-    FakeNode,
-    InlinePool,
-    make_plan,
-    random_payload,
-    schedule,
-    voted_table,
-)
+from tests.coordinator.contribution_rig import random_payload, schedule, voted_table
+from tests.coordinator.coordinator_rig import DEADLINE, FakeNode, InlinePool, make_plan
 
 TOKEN = "a-token-of-the-administrator"
 ACCESS = Access(Fixed(TokenBook().added("admin", "admin", TOKEN, now=0.0)))

@@ -24,7 +24,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.buckets import Bucket, BucketTable, TableSchedule
 from protos.upload import end_frame
-from tests.coordinator.coordinator_rig import coded_table, mixed_table, voted_table
+from tests.coordinator.contribution_rig import coded_table, mixed_table, voted_table
 from tests.optim.aggregate_rig import contribution
 
 DEADLINE = 100.0  # seconds; only a hang reaches it

@@ -8,7 +8,7 @@ import pytest
 from protos import wire
 from protos.buckets import BucketTable
 from protos.upload import end_frame
-from tests.coordinator.coordinator_rig import voted_table
+from tests.coordinator.contribution_rig import voted_table
 from tests.node.peers.desk_rig import (
     TABLES,
     Site,

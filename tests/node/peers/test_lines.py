@@ -14,7 +14,7 @@ from protos import atoll_pb2 as pb
 from protos.buckets import LINE_BYTES, BucketTable
 from protos.digests import slices_digest
 from protos.wire import payload_digest
-from tests.coordinator.coordinator_rig import coded_table, random_payload, voted_table
+from tests.coordinator.contribution_rig import coded_table, random_payload, voted_table
 from tests.node.peers.peer_rig import DEADLINE, Coordinator, expected
 
 TABLE = voted_table(300)

@@ -10,7 +10,7 @@ from node.exchange.peers import ways
 from node.exchange.peers.base import Peer, PeerStream
 from node.exchange.peers.loopback import Loopback, pair
 from protos.wire import CHUNK, decode_frame
-from tests.coordinator.coordinator_rig import random_payload, voted_table
+from tests.coordinator.contribution_rig import random_payload, voted_table
 from tests.node.peers.peer_rig import DEADLINE, Coordinator, MemoryCarrier
 
 TABLE = voted_table(300_000)

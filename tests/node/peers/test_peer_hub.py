@@ -25,7 +25,7 @@ from protos import atoll_pb2 as pb
 from protos import wire
 from protos.address import Address
 from protos.buckets import TableSchedule
-from tests.coordinator.coordinator_rig import random_payload, voted_table
+from tests.coordinator.contribution_rig import random_payload, voted_table
 from tests.node.fake_hub import DEADLINE, ExchangeStream, FakeHub
 from tests.node.hub_rig import CLAIM, LIMITS, TIMING, next_message
 from tests.node.peers.peer_rig import digest

@@ -13,7 +13,7 @@ from optim.aggregate import ReducerMemory
 from optim.slices import slice_pieces, units
 from protos import atoll_pb2 as pb
 from protos.buckets import Bucket, BucketTable
-from tests.coordinator.coordinator_rig import coded_table, random_payload, voted_table
+from tests.coordinator.contribution_rig import coded_table, random_payload, voted_table
 from tests.node.peers.peer_rig import DEADLINE, Coordinator, Node, expected
 
 MIXED = BucketTable(

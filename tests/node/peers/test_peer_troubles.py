@@ -11,7 +11,7 @@ from node.exchange.peers import pace, rounds
 from node.exchange.trouble import Kind, Trouble
 from protos import atoll_pb2 as pb
 from protos import wire
-from tests.coordinator.coordinator_rig import random_payload, voted_table
+from tests.coordinator.contribution_rig import random_payload, voted_table
 from tests.node.peers.peer_rig import DEADLINE, Coordinator, expected
 
 TABLE = voted_table(3000)

@@ -19,7 +19,7 @@ from optim.slices import Slice
 from protos import wire
 from protos.buckets import BucketTable
 from protos.refusal import Refused
-from tests.coordinator.coordinator_rig import voted_table
+from tests.coordinator.contribution_rig import voted_table
 from tests.node.peers.desk_rig import TABLES, at_the_hub, order, payloads, slices, until, upload_frames
 
 VOTERS = ["a", "b", "c"]
