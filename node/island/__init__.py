@@ -15,6 +15,7 @@ from node.island.inventory import blocks_of, inventory_of
 from node.island.layout import GroupLayout, LayoutError, Plan, TensorMeta
 from node.island.module import FSDPModule, IslandModule, UnshardHandle
 from node.island.optimizers import IslandOptimizer
+from node.island.param_group import ShardedParameter
 from node.island.placement import BoundPlan
 from node.island.planner import IslandPlan, Policy, plan_island
 from node.island.policies import MixedPrecisionPolicy, Schedule
@@ -27,7 +28,6 @@ from node.island.state import (
     sharded_parameters,
 )
 from node.island.transfer import IslandError
-from node.island.unit import ShardedParameter
 
 __all__ = [
     "BoundPlan",

@@ -15,10 +15,11 @@ from node.island.collectives import Collectives, CommPolicy
 from node.island.hooks import attach
 from node.island.layout import LayoutError, Plan
 from node.island.module import IslandModule
+from node.island.param_group import ParamGroup, Site
 from node.island.placement import BoundPlan, Granularity, Placed, Placement, Rules, from_plan, natural_units
 from node.island.policies import MixedPrecisionPolicy, Schedule
 from node.island.runtime import UNIT_ATTRIBUTE, units_of
-from node.island.unit import ParamGroup, Site, Unit
+from node.island.unit import Unit
 
 Wrapped = TypeVar("Wrapped", bound="nn.Module | list[Any]")
 
@@ -45,8 +46,8 @@ def fully_shard(
     parameters that are left; build the optimizer afterwards. ``units`` does both in one call, and is needed
     where blocks share parameters: those go to the root, as does everything that several units hold.
     Parameters become plain ``nn.Parameter`` objects of what this rank holds
-    (:class:`~node.island.unit.ShardedParameter`). The ranks must have built the same model; with replicas
-    the first replica's weights are taken.
+    (:class:`~node.island.param_group.ShardedParameter`). The ranks must have built the same model; with
+    replicas the first replica's weights are taken.
 
     Args:
         module: on the CPU, a GPU, or the meta device (then :func:`init_parameters`, or ``to_empty`` and an

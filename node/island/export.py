@@ -19,9 +19,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from node.island.param_group import ParamGroup
 from node.island.runtime import units_of
 from node.island.storage import CheckpointError
-from node.island.unit import ParamGroup
 from node.tensor_file import Entry, FileLayout, cast
 
 

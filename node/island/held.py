@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from node.island.layout import LayoutError
+from node.island.param_group import ParamGroup
 from node.island.runtime import units_of
-from node.island.unit import ParamGroup
 
 
 @contextmanager

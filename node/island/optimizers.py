@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from node.island.layout import LayoutError
+from node.island.param_group import ShardedParameter
 from node.island.routing import Matrix, Route, route
 from node.island.state import sharded_parameters
 from node.island.step_exchange import Exchange
-from node.island.unit import ShardedParameter
 from optim.local.polar import MuonInner
 from optim.roles import ParameterRole, Role
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from node.island.layout import LayoutError
+from node.island.param_group import ShardedParameter
 from node.island.runtime import units_of
 from node.island.state import sharded_parameters
-from node.island.unit import ShardedParameter
 from optim.roles import ParameterRole, Role, classify
 
 

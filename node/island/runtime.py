@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from node.island.collectives import Collectives
+from node.island.param_group import ParamGroup
 from node.island.policies import Schedule
 from node.island.transfer import IslandError, Transfer
-from node.island.unit import Call, ParamGroup, Unit
+from node.island.unit import Call, Unit
 
 UNIT_ATTRIBUTE = "_island_unit"
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from node.island.collectives import Collectives
 from node.island.layout import LayoutError
+from node.island.param_group import ParamGroup, ShardedParameter
 from node.island.runtime import units_of
-from node.island.unit import ParamGroup, ShardedParameter
 
 Initializer = Callable[[str, Tensor, torch.Generator], Any]
 

@@ -24,8 +24,8 @@ from node.island import (
     sharded_parameters,
 )
 from node.island.layout import owned
+from node.island.param_group import ParamGroup
 from node.island.runtime import units_of
-from node.island.unit import ParamGroup
 from tests.island.rig import Member, device, pool
 from tests.island.tiny_llama import Case, Llama, batch, build, loss_of
 

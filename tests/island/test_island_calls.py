@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from node.island import CommPolicy, MixedPrecisionPolicy, full_state_dict, fully_shard, sharded_parameters
+from node.island.param_group import Phase
 from node.island.runtime import units_of
-from node.island.unit import Phase
 from tests.island.rig import Member, device, pool
 from tests.island.tiny_llama import Case, Llama, batch, build, loss_of
 

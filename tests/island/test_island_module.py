@@ -19,8 +19,9 @@ from node.island import (
     register_fsdp_forward_method,
     sharded_parameters,
 )
+from node.island.param_group import Phase
 from node.island.runtime import units_of
-from node.island.unit import Phase, Unit
+from node.island.unit import Unit
 from tests.island.rig import Member, device, pool
 from tests.island.tiny_llama import Case, Llama, batch, build, loss_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from node.island import IslandError, Schedule, fully_shard, sharded_parameters
+from node.island.param_group import Phase
 from node.island.runtime import units_of
-from node.island.unit import Phase
 from tests.island.rig import Member, Ranks, device, pool
 from tests.island.tiny_llama import Case, batch, build, loss_of, optimizers, shard
 
