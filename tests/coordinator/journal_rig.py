@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -153,3 +156,10 @@ class _SmallFile(FileIO):
         written = super().write(memoryview(data)[: self._disk.room])
         self._disk.room -= written
         return written
+
+
+@contextlib.contextmanager
+def copied(folder: Path) -> Iterator[Path]:
+    """A copy of a folder as it lies there."""
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(shutil.copytree(folder, Path(scratch) / "journal"))
