@@ -20,6 +20,7 @@ from node.export import ExportError, export
 from node.launch import LaunchError, Options
 from node.own_data import OwnSamples
 from node.own_loop import OwnRun, tensors_of
+from protos.address import Address
 from protos.digests import state_digest
 from protos.runfile import RunFile
 from tests.node.fleet import DEADLINE, Fleet, Log
@@ -230,6 +231,16 @@ def test_leaving_while_the_others_are_waited_for(fleet: Fleet) -> None:
         fleet.pool.submit(next, batches, None)
         log.wait("one", Joined)
     assert not own._thread.is_alive(), "it has not waited for the second node"
+
+
+def test_options_are_taken_as_texts(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saves")
+    options = Options(save=folder, resume=folder, identity="key", metrics="127.0.0.1:0")  # type: ignore[arg-type]
+    assert (options.save, options.identity) == (Path(folder), Path("key"))
+    assert options.metrics == Address("127.0.0.1", 0)
+    with atoll.local(own_run(rounds=2, nodes=1), options) as run:
+        train(run)
+    assert (Path(folder) / "round-00000002").exists()
 
 
 def test_another_model_is_named(fleet: Fleet) -> None:
