@@ -95,6 +95,10 @@ def test_the_tensors_of_a_model_that_a_file_makes(tmp_path: Path) -> None:
         ("import sys\nsys.exit('no invite')\n", "running .* failed: SystemExit: no invite; .*__main__"),
         ("from .near import far\n", "running .* failed: ImportError: attempted relative import"),
         ("def make(width):\n    pass\n", r"make\(\) failed: TypeError: .*; it is called without arguments"),
+        (
+            "from torch import nn\ndef make():\n    return nn.LazyLinear(4)\n",
+            "cannot be listed: .*dummy batch",
+        ),
     ],
 )
 def test_a_file_that_fails(tmp_path: Path, text: str, words: str) -> None:

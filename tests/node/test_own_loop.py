@@ -254,6 +254,11 @@ def test_another_model_is_named(fleet: Fleet) -> None:
     assert not own._thread.is_alive()
 
 
+def test_a_run_is_entered_first() -> None:
+    with pytest.raises(LaunchError, match=r"with atoll\.join"):
+        print(atoll.local(own_run(nodes=1)).seed)
+
+
 def test_steps_and_batches_go_together() -> None:
     with pytest.raises(LaunchError, match="comes before"), atoll.local(own_run(nodes=1)) as run:
         next(run.batches(SAMPLES))
