@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from node.model import build_model
     from node.own_loop import join, local, tensors_of
     from optim.methods import MethodConfig, build_method
-    from optim.process_group import MajorityAllReduce
+    from optim.process_group import MajorityAllReduce, broadcast_shared_tensors
     from optim.round_optimizer import RoundOptimizer
     from optim.sign_muon import SignMuon, Signum
     from protos.invite import Invite
@@ -38,6 +38,7 @@ _HOMES = {
     "MethodConfig": "optim.methods",
     "build_method": "optim.methods",
     "MajorityAllReduce": "optim.process_group",
+    "broadcast_shared_tensors": "optim.process_group",
     "RoundOptimizer": "optim.round_optimizer",
     "SignMuon": "optim.sign_muon",
     "Signum": "optim.sign_muon",
@@ -57,6 +58,7 @@ __all__ = [
     "RunFile",
     "SignMuon",
     "Signum",
+    "broadcast_shared_tensors",
     "build_method",
     "build_model",
     "fully_shard",

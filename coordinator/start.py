@@ -66,7 +66,8 @@ def conflict(round_index: int, digest: str, start: Start) -> str | None:
     if round_index == 0:
         return (
             f"the initial state of this node is {digest}, the other nodes' is {start.digest}: the same seed "
-            "must give the same weights; use the same versions of atoll and torch on every node"
+            "must give the same weights; use the same versions of atoll and torch on every node, and in a "
+            "script torch.manual_seed(run.seed) before it makes its model"
         )
     return (
         f"the state after {round_index} rounds is {digest} on this node, and {start.digest} on "

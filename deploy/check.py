@@ -17,6 +17,7 @@ from deploy.costs import Costs
 from deploy.memory import RankBytes, StateBytes
 from deploy.ring import Traffic
 from deploy.table import facts
+from protos.model_tensors import OWN
 from protos.units import format_bytes, format_duration
 from protos.waits import waits
 
@@ -57,13 +58,14 @@ def bytes_view(runfile: RunFile, costs: Costs) -> RenderableType:
     """Steps, bytes and memory at one node, beside an fp32 ring's bytes, and what the bytes consist of."""
     one, rounds, nodes = traffic(runfile, costs), runfile.run.rounds, runfile.run.nodes
     tokens = round_tokens(runfile, costs)
+    what = "samples" if runfile.model.name == OWN else "tokens"
     ring = "needs two nodes"
     if nodes > 1:
         ring = f"{format_bytes(one.ring_up)} each way between {nodes} nodes, {one.ratio:.1f} times as much"
     hub = f"{format_bytes(4 * one.parameters)} each way, {one.hub_ratio:.1f} times as much"
     rows: list[tuple[str, RenderableType]] = [
         ("parameters", f"{one.parameters:,}"),
-        ("a round", f"{_steps(costs.steps)}: {tokens:,} tokens a node, {nodes * tokens:,} in all"),
+        ("a round", f"{_steps(costs.steps)}: {tokens:,} {what} a node, {nodes * tokens:,} in all"),
         ("sent by a node", _flow(costs.bytes_up, costs)),
         ("received by a node", f"{_flow(costs.bytes_down, costs)}; framing adds less than 1 %"),
     ]
@@ -81,7 +83,7 @@ def bytes_view(runfile: RunFile, costs: Costs) -> RenderableType:
         ("an fp32 ring in every step", ring),
         ("fp32 by way of a hub", hub),
         ("the whole run", f"{both} by a node in {rounds:,} rounds"),
-        ("", f"{_steps(steps_of(runfile))} of each node, {trained_tokens(runfile):,} tokens in all"),
+        ("", f"{_steps(steps_of(runfile))} of each node, {trained_tokens(runfile):,} {what} in all"),
         ("optimizer state", memory_text(costs.state, costs.parameters)),
     ]
     shares = Table(box=box.SIMPLE_HEAD, title="what travels", title_justify="left", title_style="bold")

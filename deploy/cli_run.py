@@ -30,7 +30,9 @@ def run_init(
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences that each node reads in a step.")] = None,
-    source: Annotated[str | None, typer.Option(help="The text: 'shakespeare', a file, a folder.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Text or tokens: 'shakespeare', a file, a folder, 'hf:NAME'.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(

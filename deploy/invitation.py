@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.errors import UserError
 from protos.address import Address
-from protos.invite import Invite
+from protos.invite import Invite, InviteError
 
 if TYPE_CHECKING:
     from protos.tls import ClientTls
@@ -123,7 +123,16 @@ def given(
         UserError: the file cannot be read, or did not come.
     """
     if not text.startswith(FILE_MARK):
-        return Invite.parse(text)
+        try:
+            return Invite.parse(text)
+        except InviteError:
+            if os.path.isfile(
+                text
+            ):  # and not Path.is_file(), which fails where a text is too long for a path
+                raise InviteError(
+                    f"{text} is a file: to read the invite from it, write {FILE_MARK}{text}"
+                ) from None
+            raise
     path, end, told = Path(text[len(FILE_MARK) :]), now() + wait, False
     while True:
         try:

@@ -31,19 +31,40 @@ def own_tensors(where: str) -> list[str]:
     import torch
 
     from node.own_loop import tensors_of
+    from optim.role import RoleError
 
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)  # as if it had been started; also for imports inside the function
     sys.modules[spec.name] = module  # where dataclasses look for the names in annotations
     try:
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"--model {where}: running {path} failed: {_said(error)}; what it does beside defining the "
+                "model belongs below: if __name__ == '__main__'"
+            ) from error
         make = getattr(module, name, None)
         if not callable(make):
             raise UserError(f"--model {where}: {path} has no function {name!r}")
-        model = make()
+        try:
+            model = make()
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"--model {where}: {name}() failed: {_said(error)}; it is called without arguments"
+            ) from error
     finally:
         sys.path.remove(folder)
         del sys.modules[spec.name]
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"--model {where}: {name} returns a {type(model).__name__}, not a torch.nn.Module")
-    return tensors_of(model)
+    try:
+        return tensors_of(model)
+    except RoleError:
+        raise
+    except ValueError as error:  # of torch, for a lazy layer that has seen no data
+        raise UserError(f"--model {where}: the tensors cannot be listed: {error}") from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -32,6 +32,7 @@ from protos import certificate
 from protos.address import Address
 from protos.certificate import CertificateError, Credential
 from protos.invite import Invite, new_token
+from protos.model_tensors import OWN
 from protos.runfile import RunFile
 from protos.tls import remember
 
@@ -104,6 +105,11 @@ def each_round(costs: Costs) -> str:
     return f"{text} a round" + (f" of {costs.steps:,} steps" if costs.steps > 1 else "")
 
 
+def join_command(runfile: RunFile) -> str:
+    """What a node is started with, before the invite: a model of its own comes with a script."""
+    return "python SCRIPT" if runfile.model.name == OWN else "atoll join"
+
+
 def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -> int:
     """Coordinate the run until its end and return the exit code. ``say`` gets the lines meant for the user.
 
@@ -166,10 +172,11 @@ def coordinate(runfile: RunFile, choices: Choices, say: Callable[[str], None]) -
                 announce(where.dashboard, tokens.book, folder, say)
             nodes = runfile.run.nodes if choices.nodes is None else choices.nodes
             say(f"waiting for {nodes} node{'s' * (nodes != 1)}; on each machine:")
+            command = join_command(runfile)
             if token:
-                say(f"  atoll join {invite}")
+                say(f"  {command} {invite}")
             else:
-                say(f"  atoll join INVITE, made before or by 'atoll invite create {folder.path}'")
+                say(f"  {command} INVITE, made before or by 'atoll invite create {folder.path}'")
             if (
                 credential is None or not credential.client_ca
             ):  # who asks for certificates, has none for itself

@@ -1,4 +1,4 @@
-"""A model of transformers goes on learning on several nodes, from text that each of them holds.
+"""A model of transformers (extra hf) goes on learning on several nodes, from text that each of them holds.
 
 export MODEL=HuggingFaceTB/SmolLM2-135M   # or a folder; without it a small model with random weights
 atoll run init tune.toml --model examples/finetune_transformers.py:make_model --nodes 2 --rounds 100
@@ -53,7 +53,8 @@ def main(where: str) -> float:
             optimizer.step()
             if step % 10 == 0:
                 print(f"step {step}: loss {loss.item():.3f}")
-    model.save_pretrained("tuned")
+    with optimizer.evaluating():  # the weights that all nodes agree on
+        model.save_pretrained("tuned")
     return loss.item()
 
 

@@ -1,4 +1,4 @@
-"""Muon under ZeRO-3 with whole matrices: torchrun --nproc-per-node 2 examples/torchrun_island.py"""
+"""Muon under ZeRO-3, matrices whole (extra hf): torchrun --nproc-per-node 2 examples/torchrun_island.py"""
 
 import os
 import sys

@@ -95,11 +95,8 @@ class OwnRun:
     for it, and tells the coordinator why.
 
     Attributes:
-        file: the run file, with every value in effect.
         summary: what this node did, once the run is over.
     """
-
-    file: RunFile
 
     def __init__(
         self,
@@ -108,6 +105,7 @@ class OwnRun:
         on_event: Listener | None,
     ) -> None:
         self.summary: Summary | None = None
+        self._file: RunFile | None = None
         self._start = start
         # Gradients are the script's until step(): it may add several up, or clip them.
         self._options = replace(options or Options(), overlap=False, accumulate=1)
@@ -121,6 +119,17 @@ class OwnRun:
         self._said: RunFile | torch.Tensor | End | None = None  # and has not been looked at
         self._loss = math.nan
         self._before: Any = None  # what SIGTERM did
+
+    @property
+    def file(self) -> RunFile:
+        """The run file, with every value in effect.
+
+        Raises:
+            LaunchError: the run was not entered.
+        """
+        if self._file is None:
+            raise LaunchError("a run is entered before it is used: with atoll.join(...) as run:")
+        return self._file
 
     @property
     def seed(self) -> int:
@@ -142,7 +151,7 @@ class OwnRun:
             self._thread.start()
             said = self._wait()
             assert isinstance(said, RunFile), "the run file comes first"
-            self.file = said
+            self._file = said
         except BaseException:
             self._turns.give_up("its script has gone")
             self._restore()

@@ -15,7 +15,7 @@ from node.data import open_data
 from node.evaluation import Data, Model
 from node.events import Listener, Notice, Resumed
 from node.exchange.peers.setting import PeerSetting, Transport
-from node.model import build_model, model_on_meta
+from node.model import ModelError, build_model, model_on_meta
 from node.ranks import Alone, Ranks
 from node.state import SharedState
 from node.training import Arrived, watch_gradients
@@ -39,7 +39,7 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Options:
-    """A user's choices for one node.
+    """A user's choices for one node. Paths and addresses may be given as texts.
 
     Attributes:
         name: for people; empty = the host's name.
@@ -86,6 +86,11 @@ class Options:
     tls: ClientTls = PINNED
     transport: Transport | None = None
     peers: PeerSetting = field(default_factory=PeerSetting)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("save", Path), ("resume", Path), ("identity", Path), ("metrics", Address.parse)):
+            if isinstance(value := getattr(self, name), str):  # as scripts write them
+                object.__setattr__(self, name, kind(value))
 
 
 class Samples(Data, Protocol):
@@ -168,6 +173,8 @@ def build(runfile: RunFile, options: Options, emit: Listener, ranks: Ranks | Non
     try:
         make = _gathered if gathered else _whole
         model, optimizer, parameters = make(runfile, options, data.vocab, device, ranks.size)
+    except ModelError:  # is a ValueError, and says itself what is wrong with the model
+        raise
     except ValueError as error:
         raise LaunchError(f"[method] {runfile.method.name} cannot train this model: {error}") from error
     return assemble(

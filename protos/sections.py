@@ -186,8 +186,8 @@ class DataConfig(Section):
         default="shakespeare",
         min_length=1,
         max_length=4096,
-        description="'shakespeare' (ships with Atoll), a text file, a folder of text files, a '.bin' file of "
-        "tokens, or 'hf:NAME[@config][:split][#column]' of a Hugging Face dataset (extra 'hf').",
+        description="'shakespeare' (ships with Atoll), a text file, a folder of text files, a file of tokens "
+        "('.bin', '.npy'), or 'hf:NAME[@config][:split][#column]' of a Hugging Face dataset (extra 'hf').",
     )
     tokenizer: str = Field(
         default="bytes",

@@ -158,7 +158,8 @@ def _quantity(text: str, units: dict[str, int], what: str, examples: str) -> flo
     number, unit = match.groups()
     factor = units.get(unit.lower())
     if factor is None:
-        raise UnitError(f"{text!r}: unknown unit {unit!r} for {what}; write for example {examples}")
+        wrong = f"unknown unit {unit!r}" if unit else "there is no unit"
+        raise UnitError(f"{text!r}: {wrong} for {what}; write for example {examples}")
     digits = number.replace("_", "")
     return int(digits) * factor if digits.isdigit() else float(digits) * factor
 

@@ -244,6 +244,17 @@ def test_check_names_a_method_that_does_not_fit_the_model(tmp_path: Path, method
     assert "Traceback" not in result.output
 
 
+def test_a_model_that_a_script_makes(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text("[model]\nname = 'own'\ntensors = ['fc.weight matrix 4x4']\n")
+    result = runner.invoke(app, ["run", "check", str(file)])
+    assert "1 step: 4 samples a node, 12 in all" in result.output
+    assert "6,144 samples in all" in result.output
+    result = runner.invoke(app, ["train", str(file)])
+    assert result.exit_code == 14, result.output
+    assert "atoll: the model of this run is made by a script" in result.output
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_init_writes_every_method(tmp_path: Path, name: str) -> None:
     file = tmp_path / "run.toml"

@@ -89,6 +89,25 @@ def test_the_tensors_of_a_model_that_a_file_makes(tmp_path: Path) -> None:
             own_tensors(where)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import sys\nsys.exit('no invite')\n", "running .* failed: SystemExit: no invite; .*__main__"),
+        ("from .near import far\n", "running .* failed: ImportError: attempted relative import"),
+        ("def make(width):\n    pass\n", r"make\(\) failed: TypeError: .*; it is called without arguments"),
+        (
+            "from torch import nn\ndef make():\n    return nn.LazyLinear(4)\n",
+            "cannot be listed: .*dummy batch",
+        ),
+    ],
+)
+def test_a_file_that_fails(tmp_path: Path, text: str, words: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    with pytest.raises(UserError, match=words):
+        own_tensors(f"{script}:make")
+
+
 def test_a_model_whose_file_has_data_classes_and_imports_inside_the_function(tmp_path: Path) -> None:
     (tmp_path / "late_helper.py").write_text("WIDTH = 3\n")
     script = tmp_path / "script_with_classes.py"

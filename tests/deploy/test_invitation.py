@@ -105,3 +105,10 @@ def test_a_file_without_an_invite_or_unreadable(tmp_path: Path) -> None:
         given(f"@{tmp_path / 'empty'}")
     with pytest.raises(UserError, match="cannot be read"):
         given(f"@{tmp_path}")
+
+
+def test_a_file_without_its_mark() -> None:
+    with pytest.raises(InviteError, match=f"write @{__file__}"):
+        given(__file__)
+    with pytest.raises(InviteError, match="starts with atoll"):
+        given("x" * 5000)

@@ -160,7 +160,7 @@ def test_another_codec_changes_bytes_and_leaves_the_loss_open() -> None:
             ["--params", "720M", "--nodes", "8", "--uplink", "1Gb/s", "--step-time", "2s"],
             "may mean bits or bytes",
         ),
-        (["--params", "720M", "--nodes", "8", "--uplink", "0", "--step-time", "2s"], "unknown unit ''"),
+        (["--params", "720M", "--nodes", "8", "--uplink", "0", "--step-time", "2s"], "there is no unit"),
         (["--params", "720M", "--nodes", "8", "--uplink", "0bit", "--step-time", "2s"], "more than nothing"),
         (
             ["--params", "720M", "--nodes", "8", "--uplink", "1gbit", "--step-time", "soon"],

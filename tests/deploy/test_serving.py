@@ -18,7 +18,16 @@ from coordinator.journal_file import FileJournal
 from coordinator.service import Outcome
 from coordinator.token_file import TokenFile
 from deploy.costs import run_costs
-from deploy.serving import Choices, JsonFormatter, coordinate, each_round, exit_code, metrics_address, opened
+from deploy.serving import (
+    Choices,
+    JsonFormatter,
+    coordinate,
+    each_round,
+    exit_code,
+    join_command,
+    metrics_address,
+    opened,
+)
 from deploy.status import StatusClient
 from protos.address import Address
 from protos.invite import Invite
@@ -57,6 +66,12 @@ def test_what_a_round_carries_in_words() -> None:
     assert each_round(run_costs(RunFile())) == "14.7 kB each way a round"
     lordo = each_round(run_costs(RunFile.model_validate({"method": {"name": "lordo"}})))
     assert lordo.endswith(" down a round of 32 steps") and " up, " in lordo
+
+
+def test_how_a_node_is_started() -> None:
+    assert join_command(RunFile()) == "atoll join"
+    own = {"model": {"name": "own", "tensors": ["fc.weight matrix 4x4"]}}
+    assert join_command(RunFile.model_validate(own)) == "python SCRIPT"
 
 
 def test_log_lines_as_json() -> None:

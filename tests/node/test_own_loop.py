@@ -20,6 +20,7 @@ from node.export import ExportError, export
 from node.launch import LaunchError, Options
 from node.own_data import OwnSamples
 from node.own_loop import OwnRun, tensors_of
+from protos.address import Address
 from protos.digests import state_digest
 from protos.runfile import RunFile
 from tests.node.fleet import DEADLINE, Fleet, Log
@@ -232,6 +233,16 @@ def test_leaving_while_the_others_are_waited_for(fleet: Fleet) -> None:
     assert not own._thread.is_alive(), "it has not waited for the second node"
 
 
+def test_options_are_taken_as_texts(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saves")
+    options = Options(save=folder, resume=folder, identity="key", metrics="127.0.0.1:0")  # type: ignore[arg-type]
+    assert (options.save, options.identity) == (Path(folder), Path("key"))
+    assert options.metrics == Address("127.0.0.1", 0)
+    with atoll.local(own_run(rounds=2, nodes=1), options) as run:
+        train(run)
+    assert (Path(folder) / "round-00000002").exists()
+
+
 def test_another_model_is_named(fleet: Fleet) -> None:
     run = own_run(nodes=1)
     coordinator = fleet.coordinator(run, run_costs(run).tables)
@@ -241,6 +252,11 @@ def test_another_model_is_named(fleet: Fleet) -> None:
     with pytest.raises(LaunchError, match=words), atoll.join(str(coordinator.invite)) as own:
         own.optimizer(other)
     assert not own._thread.is_alive()
+
+
+def test_a_run_is_entered_first() -> None:
+    with pytest.raises(LaunchError, match=r"with atoll\.join"):
+        print(atoll.local(own_run(nodes=1)).seed)
 
 
 def test_steps_and_batches_go_together() -> None:
