@@ -91,11 +91,17 @@ def gather(
     Raises:
         InviteError, StatusError: of an invite.
         JournalError: a journal is damaged.
-        UserError: a folder is no journal, a file no log, or several runs are asked for.
+        UserError: no such file, a folder is no journal, a file no log, or several runs are asked for.
         OSError: a file cannot be read.
     """
     invite, others = invite_of(sources)
     paths = [Path(text) for text in others]
+    for path, text in zip(paths, others, strict=True):
+        if not path.exists():
+            raise UserError(
+                f"{text!r} is no invite ({SCHEME}://TOKEN@HOST:PORT/PIN, or {FILE_MARK} and a file with one in "
+                "it), and there is no file or folder of that name"
+            )
     status = None
     if invite is not None:
         with StatusClient(invite, tls) as client:

@@ -269,6 +269,12 @@ def test_folders_that_are_no_journal(tmp_path: Path) -> None:
         gather(["atoll+insecure://x@a:1", "atoll+insecure://y@b:1"], lambda text: None)
 
 
+def test_a_mistyped_invite_is_neither_an_invite_nor_a_file() -> None:
+    result = runner.invoke(app, ["doctor", "atol://x@a:1"])
+    assert result.exit_code == 12
+    assert "'atol://x@a:1' is no invite (atoll://TOKEN@HOST:PORT/PIN" in result.output.replace("\n", " ")
+
+
 def test_the_command_on_logs_and_a_journal(tmp_path: Path) -> None:
     logs = [
         write(tmp_path / "coordinator.jsonl", "coordinator", of_the_coordinator()),
