@@ -256,7 +256,10 @@ def demo(
     ] = Path("atoll-demo"),
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds to train; 256 steps of each node if not given, 128 of size L."),
+        typer.Option(
+            min=1,
+            help="Rounds to train; if not given, as many as make 160, 256 or 128 steps of size S, M, L.",
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Node processes.")] = 3,
     method: MethodOption = "sign-muon",
