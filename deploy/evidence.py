@@ -99,8 +99,8 @@ def gather(
     for path, text in zip(paths, others, strict=True):
         if not path.exists():
             raise UserError(
-                f"{text!r} is no invite ({SCHEME}://TOKEN@HOST:PORT/PIN, or {FILE_MARK} and a file with one), "
-                "and there is no file or folder of that name"
+                f"{text!r} is no invite ({SCHEME}://TOKEN@HOST:PORT/PIN, or {FILE_MARK} and a file with "
+                "one), and there is no file or folder of that name"
             )
     status = None
     if invite is not None:
