@@ -69,7 +69,7 @@ SIZES: dict[str, dict[Key, Any]] = {  # 0.25, 2 and 11 million parameters
 }
 BASELINE_METHOD = "ddp-muon"
 # Of several rates and momenta the best for the smallest size's steps, few and of 10,752 tokens each
-# (docs/negative-results.md); the presets were measured at 1,024.
+# (docs/measuring.md); the presets were measured at 1,024.
 TUNED: dict[str, dict[Key, Any]] = {
     "sign-muon": {("method", "lr"): 0.075, ("method", "embedding_lr"): 0.005, ("method", "momentum"): 0.9},
     BASELINE_METHOD: {("method", "lr"): 0.03, ("method", "embedding_lr"): 0.012, ("method", "momentum"): 0.9},

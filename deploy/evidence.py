@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -96,8 +97,8 @@ def gather(
     """
     invite, others = invite_of(sources)
     paths = [Path(text) for text in others]
-    for path, text in zip(paths, others, strict=True):
-        if not path.exists():
+    for text in others:
+        if not os.path.exists(text):  # not Path.exists(), which fails where a text is too long for a path
             raise UserError(
                 f"{text!r} is no invite ({SCHEME}://TOKEN@HOST:PORT/PIN, or {FILE_MARK} and a file with "
                 "one), and there is no file or folder of that name"

@@ -126,9 +126,8 @@ def given(
         try:
             return Invite.parse(text)
         except InviteError:
-            if os.path.isfile(
-                text
-            ):  # and not Path.is_file(), which fails where a text is too long for a path
+            # Not Path.is_file(), which fails where a text is too long for a path.
+            if os.path.isfile(text):
                 raise InviteError(
                     f"{text} is a file: to read the invite from it, write {FILE_MARK}{text}"
                 ) from None
