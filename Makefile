@@ -6,6 +6,7 @@
 # PIP_ARGS  more arguments for pip                          make setup PIP_ARGS="--find-links wheels"
 # ARGS      more arguments for the command of a target      make test ARGS="-k digest"  make demo ARGS=--help
 # BENCHES   some benches instead of all                      make bench BENCHES="votes wire"
+# RESULTS   where benches write instead of docs/results      make bench ARGS=--quick RESULTS=build/quick
 # JOBS      processes that the tests run in                 make test JOBS=4
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ TORCH ?=
 PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 2
+RESULTS ?= docs/results
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -85,9 +87,9 @@ docs: $(VENV)/extras ## write the references anew from the code, then build the 
 BENCHES = $$($(BIN)/python -m bench | cut -d ' ' -f 1)
 
 bench: setup ## run every bench and write its figures and pictures to docs/results
-	@mkdir -p docs/results build; : >build/benches
+	@mkdir -p $(RESULTS) build; : >build/benches
 	@for name in $(BENCHES); do begun=$$(date +%s); code=0; \
-	  $(BIN)/python -m bench $$name --json docs/results/$$name.json $(ARGS) || code=$$?; \
+	  $(BIN)/python -m bench $$name --json $(RESULTS)/$$name.json $(ARGS) || code=$$?; \
 	  [ $$code -eq 0 ] && state=done || state="FAILED with exit code $$code"; \
 	  printf '%-11s %6d s  %s\n' $$name $$(($$(date +%s) - begun)) "$$state" >>build/benches; \
 	  [ $$code -ne 130 ] || break; done; \
