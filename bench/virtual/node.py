@@ -57,13 +57,14 @@ class Surroundings(Protocol):
 class _SimulatedLink(Link):
     """A link over the simulated network."""
 
-    def __init__(self, channels: tuple[Channel, Channel]) -> None:
+    def __init__(self, channels: tuple[Channel, Channel, Channel]) -> None:
         super().__init__(Invite(TOKEN, "127.0.0.1", 1), Meter(), LIMITS)
         self._channels = channels
 
     def open(self) -> None:
         """See :class:`node.exchange.link.Link`."""
-        self._control, self._bulk = (cast(aio.Channel, channel) for channel in self._channels)
+        channels = (cast(aio.Channel, channel) for channel in self._channels)
+        self._control, self._bulk, self._downloads = channels
 
     async def _looked_at(self, trouble: Trouble) -> Trouble:
         """See :class:`node.exchange.link.Link`: no socket is there to look at."""
@@ -114,9 +115,9 @@ class Node:
         self._votes = np.random.default_rng(self._random.getrandbits(63))
         self._pace = self._random.uniform(0.2, 0.6) * (SLOW if self._random.random() < SLOW_SHARE else 1.0)
         timing = Timing(self._now, self._sleep, self._random.random, Backoff(0.2, 2.0, 3.0))
-        channels = tuple(Channel(world.site, line, self.process) for _ in range(2))
-        channels[1].on_write = self._writing
-        self._link = _SimulatedLink((channels[0], channels[1]))
+        control, bulk, downloads = (Channel(world.site, line, self.process) for _ in range(3))
+        bulk.on_write = self._writing
+        self._link = _SimulatedLink((control, bulk, downloads))
         self._timing = timing
         self._session = Session(self._link, timing, self._say)
         self._contributor = Contributor(

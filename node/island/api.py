@@ -86,11 +86,14 @@ def fully_shard(
     _refuse(around, blocks, wrapped, sites)
     reshard = _reshard_after_forward(reshard_after_forward, comm.ranks)
     policy = mp_policy or MixedPrecisionPolicy()
+    inside = units_of(around)
+    root = bool(blocks or inside)
+    if blocks and not inside and comm.group is not None:
+        _loads.pop(comm.group, None)  # of units outside of this model, which never had a root
     loads = _ledger(comm)
-    root = bool(blocks or units_of(around))
     place = _placer(around, placement, granularity, loads, root=root)
     skipped = {id(parameter) for parameter in ignored_params}
-    for _, unit in units_of(around):
+    for _, unit in inside:
         for group in unit.groups:
             skipped.update(map(id, [*group.buffer.sharded, *group.buffer.unsharded]))
     free = {name: p for name, p in around.named_parameters() if id(p) not in skipped}

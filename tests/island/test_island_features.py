@@ -12,9 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from node.island import CommPolicy, MixedPrecisionPolicy, Schedule, full_state_dict, fully_shard
+from node.island import (
+    CommPolicy,
+    MixedPrecisionPolicy,
+    Schedule,
+    full_state_dict,
+    fully_shard,
+    sharded_parameters,
+)
 from tests.island.rig import Member, device, pool
-from tests.island.tiny_llama import Case, batch, build, difference, loss_of, optimizers, sharded, train
+from tests.island.tiny_llama import (
+    Case,
+    batch,
+    build,
+    difference,
+    loss_of,
+    optimizers,
+    shard,
+    sharded,
+    train,
+)
 
 STEPS = 6
 EXACT = Schedule(find_unused_parameters=True)
@@ -114,6 +131,23 @@ def test_variants_of_the_runtime(name: str) -> None:
     case = Case(conditional=True, accumulate=2)
     schedule = replace(VARIANTS[name].get("schedule", EXACT), find_unused_parameters=True)
     assert compare(case, 4, **{**VARIANTS[name], "schedule": schedule}) <= 1e-12
+
+
+def owners_after_a_lone_unit(member: Member) -> tuple[list[bool], list[bool]]:
+    """Which parameters this rank holds of a model, and of an equal one after a unit of no model."""
+    held = []
+    for lone in (False, True):
+        if lone:
+            fully_shard(nn.Linear(300, 200, dtype=torch.float64, device=device()), mesh=member.mesh)
+        model = build(Case())
+        shard(model, Case(), member)
+        held.append([entry.parameter.numel() > 0 for entry in sharded_parameters(model)])
+    return held[0], held[1]
+
+
+def test_owners_do_not_depend_on_what_else_was_wrapped() -> None:
+    for before, after in pool().run(owners_after_a_lone_unit, 3):
+        assert before == after and any(before)
 
 
 def all_on_the_second(name: str, parameter: torch.Tensor) -> str:
