@@ -19,6 +19,7 @@ from node.exchange.retry import Timing
 from node.exchange.swarm.daemon import Daemon
 from node.exchange.swarm.folder import SocketFolder
 from node.exchange.swarm.identity import Identity, hold
+from node.exchange.swarm.multiaddress import Multiaddress
 from node.exchange.swarm.phases import SwarmTrouble
 from node.exchange.swarm.setting import SwarmSetting
 from tests.node.swarm.swarm_rig import SECONDS, Site, children_named
@@ -177,6 +178,9 @@ async def test_a_copy_of_a_key_is_found_out(sites: list[Site], tmp_path: Path, k
             site.begin_with(await sites[0].swarm.addresses())
         await first.swarm.start()
         assert first.swarm.peer == key.peer
+        # The peer that both begin with knows the first; its start alone does not say that it does by now.
+        at = map(Multiaddress.parse, await first.swarm.addresses())
+        await sites[0].swarm.daemon.connect(first.swarm.peer, at)
         with pytest.raises(SwarmTrouble, match="another peer uses the identity"):
             await second.swarm.start()
     finally:
