@@ -70,14 +70,23 @@ class RankProcess:
             assert not line.keys() & {"ended", "failed", "done"}, f"{key} did not come: {line}"
             before.append(line)
 
-    def end(self) -> tuple[int, list[dict[str, Any]]]:
-        """Its exit code, once it has ended, and what it has told until then."""
+    def rest(self) -> list[dict[str, Any]]:
+        """What it tells until it ends; its exit code may come later."""
         told = []
         while "ended" not in (line := self._lines.get(timeout=DEADLINE)):
             told.append(line)
+        return told
+
+    def code(self) -> int:
+        """Its exit code, once it has ended."""
         self.process.join(DEADLINE)
         code: int = self.process.exitcode
-        return code, told
+        return code
+
+    def end(self) -> tuple[int, list[dict[str, Any]]]:
+        """Its exit code, once it has ended, and what it has told until then."""
+        told = self.rest()
+        return self.code(), told
 
 
 class Island:
