@@ -149,9 +149,8 @@ def results_table(comparison: Comparison) -> RenderableType:
     """The rows as a table, with its legend and notes."""
     first = comparison.rows[0]
     seeds = len(comparison.outcomes[0])
-    title = f"{first.tokens:,} tokens, {first.parameters:,} parameters, "
-    title += f"{first.nodes} nodes" if first.nodes > 1 else "1 node"
-    title += f", {seeds} seeds" if seeds > 1 else ", 1 seed"
+    title = f"{first.tokens:,} tokens, {first.parameters:,} parameters, {first.nodes} node"
+    title += f"{'s' * (first.nodes > 1)}, {seeds} seed{'s' * (seeds > 1)}"
     # Without padding, because the usual 80 columns are few for it; the box still leaves a space.
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=0)
     table.add_column("run", no_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from coordinator.exchange import Exchange
 from protos import atoll_pb2 as pb
 from tests.coordinator.contribution_rig import random_payload
 from tests.coordinator.coordinator_rig import FakeNode, Site
@@ -12,6 +13,14 @@ from tests.coordinator.coordinator_rig import FakeNode, Site
 
 def payload(site: Site, node: int, round_index: int) -> bytes:
     return random_payload(100 * round_index + node, site.table)
+
+
+def send_all(site: Site, orders: Sequence[pb.RoundOpen]) -> list[Exchange]:
+    """Every node delivers what it has for the round of its order."""
+    return [
+        node.send(order, payload(site, i, order.round))
+        for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True))
+    ]
 
 
 def work(order: pb.RoundOpen | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from coordinator.events import JournalTrouble, RoundCommitted
 from coordinator.journal import JournalError, MemoryJournal
 from protos.refusal import Refused
 from tests.coordinator.coordinator_rig import HeldJournal, Site, join_request, soon
-from tests.coordinator.restart_rig import back, lease_of, payload, work
+from tests.coordinator.restart_rig import back, lease_of, payload, send_all, work
 
 
 async def test_nothing_is_announced_before_it_is_kept() -> None:
@@ -38,8 +38,7 @@ async def test_members_may_leave_and_come_back_while_a_round_is_being_kept() -> 
     journal = HeldJournal()
     site = Site(nodes=3, rounds=9, journal=journal)
     orders = await site.opened()
-    for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True)):
-        node.send(order, payload(site, i, 0))
+    send_all(site, orders)
     gone, cut = site.nodes[0], site.nodes[1]
     gone.leave("it has to go")
     cut.die()
@@ -80,8 +79,7 @@ async def test_when_all_leave_while_a_round_is_being_kept_it_is_kept() -> None:
     journal = HeldJournal()
     site = Site(nodes=2, rounds=9, journal=journal)
     orders = await site.opened()
-    for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True)):
-        node.send(order, payload(site, i, 0))
+    send_all(site, orders)
     for node in site.nodes:
         node.die()
     journal.write()
@@ -95,10 +93,7 @@ async def test_a_journal_that_fails_suspends_the_run_and_announces_nothing() -> 
     journal = HeldJournal()
     site = Site(nodes=2, rounds=9, journal=journal)
     orders = await site.opened()
-    exchanges = [
-        node.send(order, payload(site, i, 0))
-        for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True))
-    ]
+    exchanges = send_all(site, orders)
     journal.write(JournalError("no space left in /somewhere: free some"))
     assert (site.run.phase, site.run.round) == ("suspended", 0)
     assert site.run.finished.is_set() and "no space left" in site.run.reason
@@ -118,10 +113,7 @@ async def test_a_round_that_is_kept_only_after_the_suspension_is_announced_by_th
     journal = HeldJournal()
     site = Site(nodes=2, rounds=9, journal=journal)
     orders = await site.opened()
-    exchanges = [
-        node.send(order, payload(site, i, 0))
-        for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True))
-    ]
+    exchanges = send_all(site, orders)
     site.hub.suspend("SIGTERM")
     journal.write()
     assert site.run.round == 0 and not site.told(RoundCommitted)

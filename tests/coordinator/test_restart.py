@@ -14,7 +14,7 @@ from protos import atoll_pb2 as pb
 from protos.refusal import Refused
 from tests.coordinator.contribution_rig import contribution_frames
 from tests.coordinator.coordinator_rig import FakeNode, Site, join_request
-from tests.coordinator.restart_rig import back, lease_of, payload, work
+from tests.coordinator.restart_rig import back, lease_of, payload, send_all, work
 
 ROUNDS, NODES, AT = 5, 3, 2  # the coordinator dies in the third round
 POINTS = ("before the orders", "with the orders", "one in", "one in parts", "two in", "all in")
@@ -26,10 +26,7 @@ def digest(round_index: int) -> str:
 
 async def whole_round(site: Site, orders: Sequence[pb.RoundOpen], ledger: list[tuple[Any, ...]]) -> None:
     """All nodes deliver, receive and report; their leases and the result go into the ledger."""
-    exchanges = [
-        node.send(order, payload(site, i, order.round))
-        for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True))
-    ]
+    exchanges = send_all(site, orders)
     for node, order, exchange in zip(site.nodes, orders, exchanges, strict=True):
         download = await node.receive(exchange)
         commit = download.commit
@@ -111,8 +108,7 @@ async def test_a_snapshot_that_is_due_waits_for_the_round_in_hand() -> None:
     claims = [{"round": 2, "state_digest": "state-2", **work(order)} for order in orders]
     again = await back(site, lost, claims)
     assert again == orders
-    for i, (node, order) in enumerate(zip(site.nodes, again, strict=True)):
-        node.send(order, payload(site, i, 2))
+    send_all(site, again)
     for node in site.nodes:
         message = await node.order()
         assert message is not None and message.donate.round == 3
@@ -253,8 +249,7 @@ async def test_strangers_alone_replay_and_go_on() -> None:
 async def test_a_run_that_had_ended_gives_the_last_result_and_ends() -> None:
     site = Site(nodes=2, rounds=1)
     orders = await site.opened()
-    for i, (node, order) in enumerate(zip(site.nodes, orders, strict=True)):
-        node.send(order, payload(site, i, 0))
+    send_all(site, orders)
     lost = site.restart()
     site.nodes = [node.again(site.hub, round=0) for node in lost]
     for node in site.nodes:

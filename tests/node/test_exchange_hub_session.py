@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -55,21 +56,27 @@ def test_stop_is_an_order_and_leaving_comes_after_the_last_report(hub: FakeHub, 
     assert next_message(hub, "leave").leave.reason == "the run is done"
 
 
-def test_stop_in_mid_round_ends_the_wait_for_its_commit(hub: FakeHub, make: Make) -> None:
-    arrived = threading.Event()
+def unanswered(arrived: Callable[[], None]) -> Callable[[ExchangeStream], Awaitable[None]]:
+    """A round whose contribution comes, which is told, and that goes no further."""
 
     async def script(stream: ExchangeStream) -> None:
         await stream.upload()
-        arrived.set()
+        arrived()
         await stream.context.read()
         await stream.context.read()
+
+    return script
+
+
+def test_stop_in_mid_round_ends_the_wait_for_its_commit(hub: FakeHub, make: Make) -> None:
+    arrived = threading.Event()
 
     def stop() -> None:
         assert arrived.wait(DEADLINE)
         hub.open_round(1)  # it cannot be carried out without the result of the round that is broken off
         hub.send(pb.CoordinatorMessage(stop=pb.Stop(reason="digests differ: aaa and bbb")))
 
-    hub.exchange = script
+    hub.exchange = unanswered(arrived.set)
     exchange = make()
     thread = threading.Thread(target=stop)
     thread.start()
@@ -82,13 +89,7 @@ def test_stop_in_mid_round_ends_the_wait_for_its_commit(hub: FakeHub, make: Make
 def test_closing_ends_a_reduction_that_another_thread_waits_for(hub: FakeHub, make: Make) -> None:
     arrived = threading.Event()
 
-    async def script(stream: ExchangeStream) -> None:
-        await stream.upload()
-        arrived.set()
-        await stream.context.read()
-        await stream.context.read()
-
-    hub.exchange = script
+    hub.exchange = unanswered(arrived.set)
     exchange = make()
     hub.open_round(0)
     order = exchange.next_order()
@@ -101,13 +102,7 @@ def test_closing_ends_a_reduction_that_another_thread_waits_for(hub: FakeHub, ma
 
 
 def test_ctrl_c_ends_a_wait_and_closing_leaves_no_thread(hub: FakeHub, make: Make) -> None:
-    async def script(stream: ExchangeStream) -> None:
-        await stream.upload()
-        os.kill(os.getpid(), signal.SIGINT)
-        await stream.context.read()
-        await stream.context.read()
-
-    hub.exchange = script
+    hub.exchange = unanswered(lambda: os.kill(os.getpid(), signal.SIGINT))
     exchange = make()
     with pytest.raises(KeyboardInterrupt):
         take_part(hub, exchange, pattern(SMALL))
