@@ -18,6 +18,7 @@ class Library:
 
     Attributes:
         P2P: starts libp2p's daemon and talks to it.
+        ControlFailure: raised where the daemon says that it could not do what it was asked for.
         PeerID: of libp2p.
         DHTNode: a node of the distributed hash table, in this event loop.
         TokenAuthorizerBase: signs what nodes of that table say, and checks it.
@@ -28,6 +29,7 @@ class Library:
     """
 
     P2P: Any
+    ControlFailure: type[Exception]
     PeerID: Any
     DHTNode: Any
     TokenAuthorizerBase: Any
@@ -50,6 +52,7 @@ def hivemind() -> Library:
     try:
         from hivemind.dht.node import DHTNode
         from hivemind.p2p import P2P, PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
         from hivemind.proto.auth_pb2 import AccessToken
         from hivemind.proto.crypto_pb2 import PrivateKey
         from hivemind.utils import get_dht_time
@@ -65,7 +68,15 @@ def hivemind() -> Library:
     logging.getLogger("hivemind").setLevel(logging.ERROR)  # its warnings are about peers that have left
     logging.getLogger("asyncio").addFilter(_worth_telling)
     return Library(
-        P2P, PeerID, DHTNode, TokenAuthorizerBase, AccessToken, RSAPrivateKey, PrivateKey, get_dht_time
+        P2P,
+        ControlFailure,
+        PeerID,
+        DHTNode,
+        TokenAuthorizerBase,
+        AccessToken,
+        RSAPrivateKey,
+        PrivateKey,
+        get_dht_time,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from node.exchange.retry import within
 from node.exchange.swarm.identity import Identity
 from node.exchange.swarm.library import hivemind
+from node.exchange.swarm.multiaddress import peer_bytes
 from node.exchange.swarm.phases import SwarmTrouble
 from node.exchange.swarm.setting import SwarmSetting
 from node.exchange.trouble import Kind, Trouble
@@ -22,6 +23,9 @@ _END_SECONDS: Final = 5.0
 _SILENT_ENDS: Final = 3  # of daemons in a row that are borne
 _SPAWN_TRIES: Final = 50
 _SPAWN_PAUSE: Final = 0.02  # seconds
+_NO_TABLE: Final = "failed to find any peer in table"  # libp2p's words
+_TABLE_TRIES: Final = 50
+_TABLE_PAUSE: Final = 0.1  # seconds
 
 
 class Process:
@@ -212,6 +216,22 @@ def _relay_news(line: str) -> tuple[str, bool] | None:
     )
 
 
+async def _answers(p2p: Any, peer: str) -> bool:
+    """Whether somebody answers to this peer id. hivemind's own look takes a daemon whose routing table is
+    still empty, as it has just come up, for a swarm in which nobody does."""
+    library, tries = hivemind(), _TABLE_TRIES
+    while True:
+        try:
+            await p2p._client.connect(library.PeerID(peer_bytes(peer)), [])
+        except library.ControlFailure as error:
+            tries -= 1
+            if _NO_TABLE not in str(error) or not tries:
+                return False
+            await asyncio.sleep(_TABLE_PAUSE)
+        else:
+            return True
+
+
 async def identity_is_free(setting: SwarmSetting, identity: Identity, folder: Path) -> bool:
     """Whether nobody in the swarm answers to this identity: a copy of the key on another machine would.
 
@@ -219,16 +239,20 @@ async def identity_is_free(setting: SwarmSetting, identity: Identity, folder: Pa
         Trouble: no peer to begin with answers.
     """
     started: list[Any] = []
-    look = _client(folder, {}, lambda _: None, started).is_identity_taken(
-        str(identity.path),
-        initial_peers=setting.bootstrap,
-        tls=True,
-        use_auto_relay=False,
-        use_ipfs=False,
-        use_relay=True,
-    )
+
+    async def taken() -> bool:
+        p2p = await _client(folder, {}, lambda _: None, started).create(
+            initial_peers=setting.bootstrap,
+            dht_mode="client",
+            tls=True,
+            use_auto_relay=False,
+            use_ipfs=False,
+            use_relay=True,
+        )
+        return await _answers(p2p, identity.peer)
+
     try:
-        return not await within(setting.daemon_seconds, "a peer to begin with", look)
+        return not await within(setting.daemon_seconds, "a peer to begin with", taken())
     except Trouble:
         raise
     except Exception as error:  # of the daemon that it starts for this

@@ -11,14 +11,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from node.exchange.retry import Timing
+from node.exchange.swarm import process
 from node.exchange.swarm.daemon import Daemon
 from node.exchange.swarm.folder import SocketFolder
 from node.exchange.swarm.identity import Identity, hold
+from node.exchange.swarm.library import hivemind
 from node.exchange.swarm.multiaddress import Multiaddress
 from node.exchange.swarm.phases import SwarmTrouble
 from node.exchange.swarm.setting import SwarmSetting
@@ -163,6 +167,29 @@ def test_the_daemon_ends_with_its_process_however_that_ends(sockets: Path) -> No
         os.utime(folder, (1.0, 1.0))
     SocketFolder().remove()
     assert not list(sockets.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "taken"),
+    [
+        ([process._NO_TABLE, process._NO_TABLE, ""], True),
+        ([process._NO_TABLE, "routing: not found", ""], False),
+        ([process._NO_TABLE] * process._TABLE_TRIES + [""], False),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_empty_table_is_no_answer_about_a_key(
+    words: list[str], taken: bool, key: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_TABLE_PAUSE", 0.0)
+
+    async def connect(peer: Any, addresses: list[Any]) -> None:
+        assert str(peer) == key.peer and not addresses
+        if word := words.pop(0):
+            raise hivemind().ControlFailure(f"Connect failed. msg={word}")
+
+    p2p = SimpleNamespace(_client=SimpleNamespace(connect=connect))
+    assert await process._answers(p2p, key.peer) is taken
 
 
 @pytest.mark.asyncio(loop_scope="module")
